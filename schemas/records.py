@@ -67,12 +67,11 @@ class Admission:
 
 @record("dispatch", "1.0")
 class Dispatch:
-    """A group on its way to an engine: travels inside the generate job and lies in its state while it is in flight."""
+    """A sample on its way to an engine: travels inside the generate job and lies in its state while it is in flight."""
 
     admission: int = col(I64, "index of the group in the ledger")
-    slot: int = col(I32, "key of the generation slot that owns it")
     group_id: str = col(STR, "dataset/pass/ordinal")
-    samples: list[int] = col(pa.list_(I32), "sample indices to generate")
+    sample_index: int = col(I32, "which of the group's samples")
     group_size: int = col(I32, "samples of the whole group")
     attempt: int = col(I32, "0 at first, +1 for each resubmission")
     min_version: int = col(I64, "as in the admission")
