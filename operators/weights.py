@@ -1,0 +1,271 @@
+"""Policy versions as files: one safetensors file a version, and the event that offers it.
+
+Promises: an event exists only when its bytes are complete and on disk; the same tensors make the same bytes, hence the same
+digest, whatever made them; nothing is decoded whose digest differs from its event's. A file is written under a temporary name
+and renamed, so a reader sees all of it or nothing. Folders are paths, or fsspec URLs where a name holds "://".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from schemas.records import Weights, now
+
+SUFFIX = ".safetensors"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_NAME = re.compile(r"epoch-(\d+)-version-(\d+)\.safetensors")
+_LENGTH = struct.Struct("<Q")
+_CHUNK = 16 << 20
+
+
+class BadWeights(ValueError):
+    """Weights that cannot be used; the text names the version, where it lies, what was expected and what was found."""
+
+
+class Spec(NamedTuple):
+    """What a published tensor is, known before its values are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Staged:
+    """Complete bytes that have no name yet: the digest decides which epoch they are offered under."""
+
+    def __init__(self, folder: str, path: str, digest: str, size: int, dtype: str):
+        self.folder, self.path, self.digest, self.size, self.dtype = folder, path, digest, size, dtype
+
+    def offer(self, epoch: int, version: int, run_id: str) -> Weights:
+        """Give the bytes their name and return the event that says so."""
+        uri = f"{self.folder.rstrip('/')}/epoch-{epoch:04d}-version-{version:08d}{SUFFIX}"
+        if "://" in uri:
+            fs, remote = _remote(uri)
+            fs.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
+            fs.put_file(self.path, remote)  # an object appears whole, or not at all
+            os.unlink(self.path)
+        else:
+            os.replace(self.path, uri)
+            _sync_folder(self.folder)
+        return Weights(run_id=run_id, epoch=epoch, version=version, digest=self.digest, uri=uri, encoding="full", base_version=None,
+                       bytes=self.size, dtype=self.dtype, offered_at=now())
+
+    def discard(self) -> None:
+        """Remove the bytes: the version is on offer already."""
+        os.unlink(self.path)
+
+
+def specs(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, Spec]:
+    """Floating-point tensors are published in `dtype`, others as they are."""
+    to = getattr(torch, dtype)
+    return {name: Spec(tuple(t.shape), to if t.is_floating_point() else t.dtype) for name, t in tensors.items()}
+
+
+def file_order(layout: Mapping[str, Spec]) -> list[str]:
+    """The order of the tensors in the file: wide types first, so that each is aligned, then by name."""
+    return sorted(layout, key=lambda name: (-layout[name].dtype.itemsize, name))
+
+
+def stage(folder: str, layout: Mapping[str, Spec], tensors: Iterable[tuple[str, torch.Tensor]], dtype: str) -> Staged:
+    """Write and hash the tensors as they come, which must be in `file_order`: never more than one of them is held here."""
+    local = folder if "://" not in folder else tempfile.gettempdir()
+    os.makedirs(local, exist_ok=True)
+    digest, size = hashlib.sha256(), 0
+    handle, path = tempfile.mkstemp(prefix="writing-", suffix=".tmp", dir=local)
+    try:
+        with os.fdopen(handle, "wb", buffering=0) as file:
+
+            def write(data: bytes | memoryview) -> None:
+                nonlocal size
+                size += len(data)
+                digest.update(data)
+                while data := memoryview(data)[file.write(data):]:  # one write takes at most 2 GiB
+                    pass
+
+            head = _header(layout)
+            write(head)
+            left = iter(file_order(layout))
+            for name, tensor in tensors:
+                expected = next(left, None)
+                if name != expected or tuple(tensor.shape) != layout[name].shape:
+                    raise BadWeights(f"publishing {folder}: expected tensor {expected!r}, found {name!r} of shape {tuple(tensor.shape)}")
+                # contiguous, or a view would be published with its neighbours' bytes
+                flat = tensor.detach().to("cpu", layout[name].dtype).contiguous().reshape(-1)
+                if flat.numel():
+                    write(memoryview(flat.view(torch.uint8).numpy()))
+            if (missing := next(left, None)) is not None:
+                raise BadWeights(f"publishing {folder}: tensor {missing!r} never came")
+            os.fsync(file.fileno())
+        os.chmod(path, 0o644)  # generators may run as someone else
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        raise
+    return Staged(folder, path, digest.hexdigest(), size, dtype)
+
+
+def publish(folder: str, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], run_id: str, dtype: str) -> Weights:
+    """Write a version's file and return its event. `dtype` names a torch dtype: float32, bfloat16 or float16."""
+    layout = specs(tensors, dtype)
+    return stage(folder, layout, ((name, tensors[name]) for name in file_order(layout)), dtype).offer(epoch, version, run_id)
+
+
+def fetch(event: Weights) -> bytearray:
+    """The bytes of an offered version. Raises BadWeights if they are not there or have another size."""
+    try:
+        if "://" in event.uri:
+            fs, path = _remote(event.uri)
+            buffer = bytearray(fs.cat_file(path))
+        else:
+            with open(event.uri, "rb", buffering=0) as file:
+                buffer = bytearray(os.fstat(file.fileno()).st_size)
+                view, at = memoryview(buffer), 0
+                while at < len(buffer) and (n := file.readinto(view[at:])):
+                    at += n
+                del view
+                del buffer[at:]
+    except OSError as e:
+        raise BadWeights(f"version {event.version} (epoch {event.epoch}) cannot be read from {event.uri}: {e}") from e
+    if len(buffer) != event.bytes:
+        raise BadWeights(f"version {event.version} (epoch {event.epoch}) at {event.uri}: expected {event.bytes} bytes, found {len(buffer)}")
+    return buffer
+
+
+def decode(event: Weights, buffer: bytearray) -> dict[str, torch.Tensor]:
+    """The tensors, which share the buffer's memory. Raises BadWeights if digest or layout are wrong."""
+    where = f"version {event.version} (epoch {event.epoch}) at {event.uri}"
+    found = hashlib.sha256(buffer).hexdigest()
+    if found != event.digest:
+        raise BadWeights(f"{where}: expected digest {event.digest}, found {found}")
+    if event.encoding != "full":
+        raise BadWeights(f"{where}: expected encoding full, found {event.encoding!r}")
+    try:
+        (length,) = _LENGTH.unpack_from(buffer)
+        head = json.loads(bytes(buffer[_LENGTH.size:_LENGTH.size + length]))
+        data = _LENGTH.size + length
+        out = {}
+        for name, entry in head.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            dtype = _DTYPES[entry["dtype"]]
+            count = (end - start) // dtype.itemsize
+            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=data + start) if count else torch.empty(0, dtype=dtype)
+            out[name] = flat.reshape(entry["shape"])
+    except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as e:
+        raise BadWeights(f"{where} is no safetensors file: {e}") from e
+    return out
+
+
+def expected_tensors(model_folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a Hugging Face model folder, from the headers of its safetensors files."""
+    folder = Path(model_folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    out: dict[str, tuple[int, ...]] = {}
+    for name in files:
+        try:
+            with open(folder / name, "rb") as file:
+                (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+                head = json.loads(file.read(length))
+        except (OSError, struct.error, ValueError) as e:
+            raise BadWeights(f"{folder} is no model folder: {name} cannot be read ({e}); "
+                             "it needs config.json, tokenizer files and model.safetensors (or its shards with an index)") from e
+        out |= {n: tuple(entry["shape"]) for n, entry in head.items() if n != "__metadata__"}
+    return out
+
+
+def check(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], dtype: str | None = None,
+          where: str = "weights") -> None:
+    """Raise BadWeights naming the first differences in names, shapes or dtype."""
+    wrong = [f"{n} is missing" for n in sorted(expected.keys() - tensors.keys())]
+    wrong += [f"{n} is not in the model" for n in sorted(tensors.keys() - expected.keys())]
+    for n in sorted(expected.keys() & tensors.keys()):
+        if tuple(tensors[n].shape) != tuple(expected[n]):
+            wrong.append(f"{n} has shape {tuple(tensors[n].shape)}, expected {tuple(expected[n])}")
+        elif dtype is not None and tensors[n].is_floating_point() and tensors[n].dtype != getattr(torch, dtype):
+            wrong.append(f"{n} is {tensors[n].dtype}, expected torch.{dtype}")
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise BadWeights(f"{where} do not fit the model: {'; '.join(wrong[:3])}{more}")
+
+
+def versions(folder: str) -> dict[tuple[int, int], str]:
+    """(epoch, version) -> uri of what is published in the folder."""
+    if "://" in folder:
+        fs, path = _remote(folder)
+        names = [p.rsplit("/", 1)[-1] for p in fs.ls(path, detail=False)] if fs.exists(path) else []
+    else:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = ((m, n) for n in names if (m := _NAME.fullmatch(n)))
+    return {(int(m[1]), int(m[2])): f"{folder.rstrip('/')}/{n}" for m, n in found}
+
+
+def prune(folder: str, keep_versions: set[int]) -> list[int]:
+    """Remove the files of all other versions. Returns the versions removed."""
+    gone = []
+    for (_, version), uri in versions(folder).items():
+        if version not in keep_versions:
+            _remove(uri)
+            gone.append(version)
+    return sorted(gone)
+
+
+def sweep(folder: str) -> None:
+    """Remove half-written files of a writer that died. Only for the one writer, before it writes."""
+    if "://" not in folder and os.path.isdir(folder):
+        for name in os.listdir(folder):
+            if name.startswith("writing-") and name.endswith(".tmp"):
+                os.unlink(os.path.join(folder, name))
+
+
+
+
+def _header(layout: Mapping[str, Spec]) -> bytes:
+    at, entries = 0, {}
+    for name in file_order(layout):
+        shape, dtype = layout[name]
+        end = at + dtype.itemsize * torch.Size(shape).numel()
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _remote(url: str):
+    import fsspec
+
+    return fsspec.core.url_to_fs(url)
+
+
+def _remove(uri: str) -> None:
+    if "://" in uri:
+        fs, path = _remote(uri)
+        fs.rm(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(uri)
+
+
+def _sync_folder(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
