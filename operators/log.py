@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import KafkaAdminClient, NewTopic
-from kafka.errors import KafkaError, NoBrokersAvailable, TopicAlreadyExistsError
+from kafka.errors import KafkaError, TopicAlreadyExistsError
 
 from schemas.settings import KafkaSettings
 from schemas.topics import ALL, PARTITIONED, topic
@@ -51,7 +51,7 @@ def client_config(kafka: KafkaSettings) -> dict:
 def _reach(kafka: KafkaSettings, make):
     try:
         return make()
-    except (NoBrokersAvailable, KafkaError, OSError) as e:
+    except (KafkaError, OSError) as e:
         raise BrokerAway(f"no Kafka broker answers at {kafka.bootstrap} within {kafka.timeout_s:g} s ({e}): "
                          "start one (`pipelinerl up`) or set kafka.bootstrap") from e
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -61,8 +61,8 @@ class KafkaSettings(Section):
 
     @model_validator(mode="after")
     def _sasl(self):
-        sasl = self.security_protocol.startswith("SASL")
-        if sasl != (self.sasl_mechanism is not None and self.sasl_username is not None and self.sasl_password_file is not None):
+        given = [v is not None for v in (self.sasl_mechanism, self.sasl_username, self.sasl_password_file)]
+        if given != [self.security_protocol.startswith("SASL")] * 3:
             raise ValueError("sasl_mechanism, sasl_username and sasl_password_file go with a SASL security_protocol, and only with one")
         return self
 
@@ -192,6 +192,7 @@ class ReinforceLoss(Section):
     """REINFORCE with truncated importance weights."""
 
     kind: Literal["reinforce"] = "reinforce"
+    """Which loss."""
     importance_weight_clip: Annotated[float, Field(gt=0)] = 5.0
     """c: importance weights are truncated at it (the paper's 5)."""
 
@@ -200,6 +201,7 @@ class PPOLoss(Section):
     """PPO with asymmetric clipping."""
 
     kind: Literal["ppo"]
+    """Which loss."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """epsilon below 1."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
@@ -210,6 +212,7 @@ class GSPOLoss(Section):
     """Group sequence policy optimisation: one ratio a sequence, which carries the gradient."""
 
     kind: Literal["gspo"]
+    """Which loss."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
     """epsilon below 1, of the sequence ratio."""
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
@@ -220,6 +223,7 @@ class CISPOLoss(Section):
     """REINFORCE with an importance weight that is clipped to [1 - low, 1 + high], without gradient through it."""
 
     kind: Literal["cispo"]
+    """Which loss."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
     """epsilon below 1; 1 means no lower bound."""
     clip_high: Annotated[float, Field(gt=0)] = 4.0
@@ -262,7 +266,7 @@ class TrainingSettings(Section):
     """Norm to which the gradient of a step is clipped."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """float32, or bfloat16 with float32 master weights."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage."""
     gradient_checkpointing: bool = False
     """Trade compute for memory in the backward pass."""
@@ -402,9 +406,8 @@ class Settings(BaseSettings):
     """The local stack."""
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls, init_settings: PydanticBaseSettingsSource,
-                                   env_settings, dotenv_settings, file_secret_settings):
-        return env_settings, init_settings  # the file comes in as init values; the environment wins over it
+    def settings_customise_sources(cls, settings_cls, init_settings: PydanticBaseSettingsSource, **_):
+        return (init_settings,)  # `load` reads the environment; a job that was handed resolved settings must not
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -446,15 +449,24 @@ def load(toml: Path | None = None, flags: dict[str, Any] | None = None) -> Setti
         except tomllib.TOMLDecodeError as e:
             raise BadSettings(f"settings file {toml} is not TOML: {e}") from e
     try:
-        settings = Settings(**tree)
-        if flags:  # flags win over the environment, which the first pass has folded in
-            tree = settings.model_dump(exclude_unset=True)
-            for dotted, value in flags.items():
-                _put(tree, dotted, value)
-            settings = Settings.model_validate(tree)
-        return settings
+        tree = _merged(tree, EnvSettingsSource(Settings)())
+        for dotted, value in (flags or {}).items():
+            _put(tree, dotted, value)
+        # Whoever moves a service of the local stack means its clients too.
+        stack = tree.get("stack", {})
+        for port, section, key, form in (("kafka_port", "kafka", "bootstrap", "127.0.0.1:{}"), ("mlflow_port", "mlflow", "uri", "http://127.0.0.1:{}")):
+            if port in stack:
+                tree.setdefault(section, {}).setdefault(key, form.format(stack[port]))
+        return Settings(**tree)
     except ValidationError as e:
         raise BadSettings("\n".join(_explain(err, toml) for err in e.errors())) from e
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    out = dict(below)
+    for key, value in above.items():
+        out[key] = _merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:

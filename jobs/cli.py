@@ -1,0 +1,277 @@
+"""The command line: `pipelinerl COMMAND`. Settings are flags of every command that needs a run: `--training.lr 1e-5`, the article's
+`--actor_gpus 4`, or `training.lr=1e-5`; `--settings FILE` is a TOML file.
+
+Imports what a command needs when it runs: `--help`, and a mistake in a flag, answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from pathlib import Path
+
+from schemas.settings import ARTICLE_FLAGS, BadSettings, Settings, fields, load
+
+COMMANDS = {
+    "run": "start the jobs, load prompts, follow the run to its end",
+    "demo": "a tiny model learns unary addition through the whole pipeline, on an embedded local stack",
+    "up": "start the local stack: Kafka, Flink, MLflow",
+    "down": "stop it",
+    "status": "show it",
+    "submit": "submit one job (generate, preprocess, train) to the Flink cluster",
+    "stop": "end a run early: what is formed is still trained, everything else gets its outcome",
+    "prompts": "`prompts load SOURCE`: JSONL, Parquet, or reasoning_gym:NAME into the prompts topic",
+    "topics": "the run's topics: records, bytes, first and last step",
+    "replay": "`replay TOPIC --to FILE.parquet`: a topic up to now, for offline analysis",
+    "audit": "prove from the topics that every admitted sample is accounted for",
+    "package": "build dist/pipelinerl.zip for `flink run -pyfs`",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        sys.exit(2)
+    try:
+        settings = load(args.settings, flags_of(rest))
+        code = globals()[f"_{args.command}"](settings, args)
+    except BadSettings as e:
+        sys.exit(f"pipelinerl: {e}")
+    except (ConnectionError, LookupError, FileNotFoundError, ValueError) as e:  # said for a person: what, where, what to do
+        sys.exit(f"pipelinerl: {e}")
+    except RuntimeError as e:
+        if type(e) is RuntimeError:
+            raise
+        sys.exit(f"pipelinerl: {e}")
+    sys.exit(code or 0)
+
+
+def flags_of(tokens: list[str]) -> dict[str, object]:
+    """Settings given on the command line: --key value, --key=value, key=value, or --key alone for a switch. Raises BadSettings."""
+    known = fields()
+    flags: dict[str, object] = {}
+    i = 0
+    while i < len(tokens):
+        token = tokens[i]
+        i += 1
+        name, equals, value = token.lstrip("-").partition("=")
+        if not equals and not token.startswith("--"):
+            raise BadSettings(f"unexpected argument {token!r}: settings are --key value or key=value")
+        key = next((k for k in (name, name.replace("-", "_")) if k in ARTICLE_FLAGS or k in known or k.startswith("training.loss.")), None)
+        if key is None:
+            close = difflib.get_close_matches(name, [*ARTICLE_FLAGS, *known], n=1, cutoff=0.5)
+            raise BadSettings(f"unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "; `pipelinerl run --help` lists them"))
+        if not equals:
+            annotation = known.get(ARTICLE_FLAGS.get(key, key), (None,))[0]
+            takes_value = i < len(tokens) and not tokens[i].startswith("--") and not (annotation is bool and "=" in tokens[i])
+            if not takes_value and annotation is not bool:
+                raise BadSettings(f"{name} needs a value")
+            value = tokens[i] if takes_value else "true"
+            i += takes_value
+        flags[key] = json.loads(value) if value[:1] in "[{" and value else value
+    return flags
+
+
+def _parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--settings", type=Path, metavar="FILE", help="settings as a TOML file")
+    parser = argparse.ArgumentParser(prog="pipelinerl", description="Reinforcement learning for language models as a stream.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    made, epilog = {}, _settings_help()
+    for name, text in COMMANDS.items():
+        made[name] = commands.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False,
+                                         formatter_class=argparse.RawDescriptionHelpFormatter, epilog=epilog)
+    for name in ("run", "prompts"):
+        _prompt_options(made[name])
+    made["run"].add_argument("--prompts", metavar="SOURCE", help="load these first; a JSONL or Parquet file, or reasoning_gym:NAME")
+    made["run"].add_argument("--dry-run", action="store_true", help="print the resolved topology and end")
+    made["run"].add_argument("--stream", action="store_true", help="prompts go on arriving: do not end with those that are there")
+    made["run"].add_argument("--resume", action="store_true", help="go on with a run whose topics exist")
+    made["demo"].add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
+    made["demo"].add_argument("--seed", type=int, default=0)
+    made["submit"].add_argument("job", choices=("generate", "preprocess", "train"))
+    made["submit"].add_argument("--from-checkpoint", metavar="PATH", help="Flink checkpoint or savepoint to start from")
+    made["prompts"].add_argument("action", choices=("load",))
+    made["prompts"].add_argument("source", metavar="SOURCE")
+    made["replay"].add_argument("topic", metavar="TOPIC", help="name without the run's prefix, or whole")
+    made["replay"].add_argument("--to", type=Path, required=True, metavar="FILE", help=".parquet or .arrow")
+    made["stop"].add_argument("--reason", default="asked for on the command line")
+    made["package"].add_argument("--to", type=Path, default=Path("dist/pipelinerl.zip"))
+    return parser
+
+
+def _settings_help() -> str:
+    lines = ["settings (flags, TOML, environment PIPELINERL_SECTION__KEY):"]
+    article = {v: k for k, v in ARTICLE_FLAGS.items()}
+    for key, (_, default, text) in fields().items():
+        also = f" (--{article[key]})" if key in article else ""
+        lines.append(f"  --{key}{also} [{default}]\n        {text}")
+    return "\n".join(lines).replace("%", "%%")
+
+
+def _prompt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt-column", default="prompt")
+    parser.add_argument("--answer-column", default="answer")
+    parser.add_argument("--task", help="grader of every prompt")
+    parser.add_argument("--task-column", help="column that names the grader")
+    parser.add_argument("--id-column", help="column that names the prompt")
+    parser.add_argument("--passes", type=int, default=1, help="passes over the data set")
+    parser.add_argument("--size", type=int, help="how many problems of a procedural task")
+    parser.add_argument("--limit", type=int, help="no more than this many prompts")
+    parser.add_argument("--prompt-seed", type=int, default=0, help="seed of a procedural task")
+
+
+def _loader(source: str, args: argparse.Namespace):
+    from jobs.prompts import load_prompts
+
+    return lambda settings: load_prompts(
+        settings, source, prompt_column=args.prompt_column, answer_column=args.answer_column, task=args.task, task_column=args.task_column,
+        id_column=args.id_column, passes=args.passes, size=args.size, seed=args.prompt_seed, limit=args.limit)
+
+
+def topology(settings: Settings) -> str:
+    """What `run --dry-run` prints."""
+    s = settings
+    gpus = _gpus()
+    what = "GPUs" if gpus else "no GPU here: actor_gpus and trainer_gpus count engines and ranks on the CPU"
+    return "\n".join([
+        f"run {s.run.id}: {s.run_dir}",
+        f"  broker {s.kafka.bootstrap}, topics {s.run.id}.*; Flink {s.stack.flink_rest or f'127.0.0.1:{s.stack.flink_rest_port}'}; MLflow {s.mlflow.uri if s.mlflow.enabled else 'off'}",
+        f"  devices: {what}",
+        f"  generate    {s.generation.engines} engine(s) x H = {s.generation.batch} sequences in flight, {s.generation.kv_cache_mode} KV cache, tensor parallel {s.generation.tensor_parallel}",
+        f"  admission   at most {s.credit} samples unresolved = (max_lag {s.training.max_lag} + 1) * B, in groups of {s.grouping.group_size}: {s.credit // s.grouping.group_size} groups",
+        f"  preprocess  reward x {s.reward.parallelism}, reference x {s.reference.parallelism if s.reference.enabled else 0}, one sequencer, {s.packing.pipeline_depth} step(s) ahead",
+        f"  train       {s.training.ranks} rank(s), ZeRO {s.training.zero_stage}, {s.training.dtype}, B = {s.training.batch}, loss {s.training.loss.kind}, checkpoint every {s.training.checkpoint_every} steps",
+        f"  ends        {'after step ' + str(s.run.max_steps) if s.run.max_steps else 'with the prompts'}",
+    ])
+
+
+def _gpus() -> int:
+    return len([d for d in Path("/dev").glob("nvidia[0-9]*")])
+
+
+def _run(settings: Settings, args: argparse.Namespace) -> int:
+    if args.dry_run:
+        print(topology(settings))
+        return 0
+    if not (Path(settings.model.path) / "config.json").is_file():
+        raise BadSettings(f"model.path {settings.model.path!r} is no model folder: it needs a config.json (Hugging Face form)")
+    from jobs.run import Run, RunFailed, begun
+
+    print(topology(settings))
+    with _stack(settings):
+        if not args.resume and begun(settings):
+            raise RunFailed(f"the topics of run {settings.run.id!r} hold records already: give another --run.id, or --resume to go on with it")
+        made = Run(settings).go(_loader(args.prompts, args) if args.prompts else None, end_of_prompts=not args.stream)
+    return _show(settings, made)
+
+
+def _show(settings: Settings, made: dict) -> int:
+    print(json.dumps(made, indent=1))
+    print(f"summary, picture and model: {os.path.relpath(settings.run_dir)}")
+    if not made["accounting_adds_up"]:
+        print("the accounting does not add up: the run has failed (`pipelinerl audit` names each sample)", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _stack(settings: Settings):
+    from deploy.stack import Stack
+
+    return Stack(settings.stack).borrowed_or_owned()
+
+
+def _demo(settings: Settings, args: argparse.Namespace) -> int:
+    from jobs.demo import demo
+
+    return _show(*demo(args.model, args.seed, args.settings))
+
+
+def _up(settings: Settings, args: argparse.Namespace) -> int:
+    from deploy.stack import Stack
+
+    stack = Stack(settings.stack)
+    stack.up(owned=False)
+    return _status(settings, args)
+
+
+def _down(settings: Settings, args: argparse.Namespace) -> int:
+    from deploy.stack import Stack
+
+    Stack(settings.stack).down()
+    return 0
+
+
+def _status(settings: Settings, args: argparse.Namespace) -> int:
+    from deploy.stack import Stack, table
+
+    services = Stack(settings.stack).status()
+    print(table(services))
+    return 0 if services and all(s.state == "up" for s in services) else 1
+
+
+def _submit(settings: Settings, args: argparse.Namespace) -> int:
+    from deploy import flink
+
+    print(flink.submit(args.job, settings, from_checkpoint=args.from_checkpoint))
+    return 0
+
+
+def _stop(settings: Settings, args: argparse.Namespace) -> int:
+    from jobs.run import say
+
+    say(settings, "stop", args.reason)
+    return 0
+
+
+def _prompts(settings: Settings, args: argparse.Namespace) -> int:
+    from operators.log import ensure_topics
+
+    ensure_topics(settings.kafka, settings.run.id)
+    report = _loader(args.source, args)(settings)
+    print(f"{report.added} prompts added to {report.topic}, {report.already} were there already; data set {report.dataset}")
+    return 0
+
+
+def _topics(settings: Settings, args: argparse.Namespace) -> int:
+    from jobs.replay import table, topics
+
+    print(table(topics(settings.kafka, settings.run.id)))
+    return 0
+
+
+def _replay(settings: Settings, args: argparse.Namespace) -> int:
+    from jobs.replay import replay
+    from schemas.topics import ALL, topic
+
+    name = topic(settings.run.id, args.topic) if args.topic in ALL else args.topic
+    rows = replay(settings.kafka, name, args.to)
+    print(f"{rows} rows of {name} -> {args.to}")
+    return 0
+
+
+def _audit(settings: Settings, args: argparse.Namespace) -> int:
+    from operators.accounting import account_topics
+
+    accounts = account_topics(settings.kafka, settings.run.id)
+    print(json.dumps(accounts.summary(), indent=1))
+    for wrong in accounts.wrong:
+        print(wrong, file=sys.stderr)
+    return 0 if accounts.adds_up else 1
+
+
+def _package(settings: Settings, args: argparse.Namespace) -> int:
+    from deploy.flink import package
+
+    print(package(args.to))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The preprocess job: rollouts get their reward and reference log-probabilities, then the sequencer makes steps of them.
+
+    rollouts -> reward -> reference -> scored
+                                   \\-> sequencer (1), which also hears admissions, steps and control -> batches, outcomes
+"""
+
+from __future__ import annotations
+
+if __package__ in (None, ""):  # run as a file: `flink run -py jobs/preprocess.py`
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import zlib
+
+from pyflink.common import Row, Types
+from pyflink.datastream import StreamExecutionEnvironment
+
+from jobs.streams import keyed_bytes, run_job, sink, source
+from operators.offload import slot_keys
+from operators.reference import reference
+from operators.reward import reward
+from operators.sequencer import SequencerFunction
+from schemas.record import read
+from schemas.records import Rollout
+from schemas.settings import Settings
+from schemas.topics import ADMISSIONS, CONTROL, ROLLOUTS, SCORED, STEPS
+
+
+def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
+    env.enable_checkpointing(int(settings.flink.checkpoint_interval_s * 1000))
+    octets = Types.PRIMITIVE_ARRAY(Types.BYTE())
+    reward_slots, reference_slots = slot_keys(max(4, settings.reward.parallelism)), slot_keys(max(4, settings.reference.parallelism))
+    scored = (
+        source(env, settings, ROLLOUTS)
+        .key_by(lambda value: reward_slots[zlib.crc32(value) % len(reward_slots)], Types.INT())
+        .process(reward(settings), output_type=octets)
+        .name("reward").uid("reward").set_parallelism(settings.reward.parallelism)
+    )
+    if settings.reference.enabled:
+        scored = (
+            scored.key_by(lambda value: reference_slots[zlib.crc32(value) % len(reference_slots)], Types.INT())
+            .process(reference(settings), output_type=octets)
+            .name("reference").uid("reference").set_parallelism(settings.reference.parallelism)
+        )
+    sink(scored.map(_with_key, output_type=keyed_bytes()).name("key").uid("key"), settings, SCORED)
+    (
+        scored.union(source(env, settings, ADMISSIONS, STEPS, CONTROL))
+        .key_by(lambda _: 0, Types.INT())
+        .process(SequencerFunction(settings), output_type=octets)
+        .name("sequencer").uid("sequencer").set_parallelism(1).set_max_parallelism(1)
+    )
+
+
+def _with_key(value: bytes) -> Row:
+    return Row(read(Rollout, bytes(value)).column("group_id")[0].as_py().encode(), value)
+
+
+if __name__ == "__main__":
+    run_job("preprocess", build)

@@ -1,0 +1,108 @@
+"""What the three jobs share: the environment, byte streams from and to Kafka, and the way a job is started.
+
+A job starts by `flink run -pym jobs.NAME … --settings-json FILE`, by `flink run -py jobs/NAME.py …`, or by `pipelinerl submit NAME`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pyflink.common import Configuration, Row, Types, WatermarkStrategy
+from pyflink.common.serialization import ByteArraySchema, RowFieldExtractorSchema
+from pyflink.datastream import DataStream, StreamExecutionEnvironment
+from pyflink.datastream.connectors.base import DeliveryGuarantee
+from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaRecordSerializationSchema, KafkaSink, KafkaSource
+
+from operators.log import Writer, ensure_topics
+from schemas.record import encode
+from schemas.records import Control, now
+from schemas.settings import KafkaSettings, Settings, load
+from schemas.topics import CONTROL, topic
+
+
+def run_job(name: str, build: Callable[[StreamExecutionEnvironment, Settings], None], argv: list[str] | None = None) -> None:
+    """Parse the settings, make the run's topics, wake the job's operators by a start record, execute."""
+    parser = argparse.ArgumentParser(prog=f"jobs.{name}")
+    parser.add_argument("--settings-json", type=Path, help="resolved settings, as `pipelinerl run` and `submit` write them")
+    parser.add_argument("--settings", type=Path, help="settings as a TOML file")
+    args = parser.parse_args(argv)
+    settings = Settings.model_validate_json(args.settings_json.read_text()) if args.settings_json else load(args.settings)
+    ensure_topics(settings.kafka, settings.run.id)
+    writer = Writer(settings.kafka)
+    writer.write(topic(settings.run.id, CONTROL), encode([Control(run_id=settings.run.id, kind="start", reason=f"{name} was submitted", at=now())]))
+    writer.close()
+    env = StreamExecutionEnvironment.get_execution_environment(_configuration(settings))
+    env.set_parallelism(1)
+    env.set_max_parallelism(128)
+    build(env, settings)
+    env.execute(f"{settings.run.id}-{name}")
+
+
+def _configuration(settings: Settings) -> Configuration:
+    f = settings.flink
+    conf = Configuration()
+    for key, value in {
+        "python.executable": sys.executable,
+        "python.fn-execution.bundle.size": str(f.bundle_size),
+        "python.fn-execution.bundle.time": str(f.bundle_ms),
+        "execution.buffer-timeout.interval": "1 ms",
+        "restart-strategy.type": "fixed-delay",
+        "restart-strategy.fixed-delay.attempts": str(f.restart_attempts),
+        "restart-strategy.fixed-delay.delay": f"{f.restart_delay_s} s",
+        "execution.checkpointing.externalized-checkpoint-retention": "RETAIN_ON_CANCELLATION",
+    }.items():
+        conf.set_string(key, value)
+    if f.checkpoint_dir:
+        conf.set_string("execution.checkpointing.dir", f.checkpoint_dir)
+    return conf
+
+
+def _client_properties(kafka: KafkaSettings) -> dict[str, str]:
+    props = {"max.partition.fetch.bytes": str(kafka.max_message_bytes), "fetch.max.bytes": str(kafka.max_message_bytes),
+             "max.request.size": str(kafka.max_message_bytes), "fetch.max.wait.ms": "20", "security.protocol": kafka.security_protocol}
+    if kafka.ssl_cafile:
+        props |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(kafka.ssl_cafile)}
+    if kafka.sasl_mechanism:
+        module = "plain.PlainLoginModule" if kafka.sasl_mechanism == "PLAIN" else "scram.ScramLoginModule"
+        password = kafka.sasl_password_file.read_text().strip()
+        props |= {"sasl.mechanism": kafka.sasl_mechanism, "sasl.jaas.config": (  # the connector's jar carries its Kafka under this name
+            f"org.apache.flink.kafka.shaded.org.apache.kafka.common.security.{module} required "
+            f'username="{kafka.sasl_username}" password="{password}";')}
+    return props
+
+
+def source(env: StreamExecutionEnvironment, settings: Settings, *names: str) -> DataStream:
+    """The committed messages of some of the run's topics, from their beginning, as bytes."""
+    run = settings.run.id
+    builder = (KafkaSource.builder().set_bootstrap_servers(settings.kafka.bootstrap)
+               .set_topics(*(topic(run, n) for n in names)).set_group_id(f"{run}.flink")
+               .set_starting_offsets(KafkaOffsetsInitializer.earliest()).set_value_only_deserializer(ByteArraySchema())
+               .set_property("isolation.level", "read_committed").set_property("commit.offsets.on.checkpoint", "false"))
+    for key, value in _client_properties(settings.kafka).items():
+        builder.set_property(key, value)
+    label = "+".join(names)
+    return env.from_source(builder.build(), WatermarkStrategy.no_watermarks(), label,
+                           type_info=Types.PRIMITIVE_ARRAY(Types.BYTE())).uid(label)
+
+
+def sink(stream: DataStream, settings: Settings, name: str) -> None:
+    """Rows of (key, value) to one of the run's topics, at least once."""
+    builder = KafkaSink.builder().set_bootstrap_servers(settings.kafka.bootstrap).set_record_serializer(
+        KafkaRecordSerializationSchema.builder().set_topic(topic(settings.run.id, name))
+        .set_key_serialization_schema(RowFieldExtractorSchema(0)).set_value_serialization_schema(RowFieldExtractorSchema(1)).build()
+    ).set_delivery_guarantee(DeliveryGuarantee.AT_LEAST_ONCE)
+    for key, value in {**_client_properties(settings.kafka), "compression.type": "zstd", "linger.ms": "0", "acks": "all"}.items():
+        builder.set_property(key, value)
+    stream.sink_to(builder.build()).name(name).uid(f"{name}-sink")
+
+
+def keyed_bytes():
+    """Type of what `sink` takes. Made anew each time: a type as a module global cannot be pickled."""
+    return Types.ROW([Types.PRIMITIVE_ARRAY(Types.BYTE()), Types.PRIMITIVE_ARRAY(Types.BYTE())])
+
+
+def value_of(row: Row) -> bytes:
+    return bytes(row[1])

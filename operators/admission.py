@@ -1,0 +1,290 @@
+"""Admission: lets groups of prompts in as credit allows.
+
+Promises (invariants 1 and 5): at most (max_lag + 1) * B samples are unresolved at once; groups are admitted whole; each prompt is
+admitted once, however often it is loaded; what is let in is written to `admissions` before it is dispatched.
+Credit comes back with `outcomes`. The prompts are pulled by a consumer of its own, only while there is credit: Kafka gives no
+back-pressure, and a source would pull the whole topic into state.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+
+from pyflink.common import Row, Types
+from pyflink.datastream.functions import KeyedProcessFunction, RuntimeContext
+from pyflink.datastream.state import ValueStateDescriptor
+
+from kafka import TopicPartition
+from operators.dead import DeadLetters
+from operators.lifeline import die_with_parent
+from operators.log import OwnedLog, consumer, ends, follow
+from operators.offload import slot_keys
+from operators.ranges import Ranges
+from schemas.record import BadRecord, decode, encode, name_of
+from schemas.records import Admission, Control, Dispatch, Outcome, Prompt, now
+from schemas.settings import Settings
+from schemas.topics import ADMISSIONS, CONTROL, OUTCOMES, PROMPTS, topic
+
+
+class Admitter:
+    """The ledger and the credit; knows neither Kafka nor Flink.
+
+    >>> a = Admitter("run", batch=4, max_lag=0, group_size=4)
+    >>> p = Prompt(dataset="d", dataset_pass=0, prompt_ordinal=0, prompt_id="0", prompt="1+1=", task="exact_match")
+    >>> a.admit(p, offset=0).samples, a.credit
+    (4, 0)
+    """
+
+    def __init__(self, run_id: str, batch: int, max_lag: int, group_size: int):
+        self.run_id, self.group_size, self.max_lag = run_id, group_size, max_lag
+        self.limit = (max_lag + 1) * batch
+        self.version = 0  # newest version known to be trained
+        self.next_offset = 0  # of the prompts topic
+        self.groups = 0  # admitted so far
+        self.closed = False
+        self.stopping = False
+        self.unresolved: dict[str, set[int]] = {}
+        self._seen: dict[tuple[str, int], Ranges] = collections.defaultdict(Ranges)
+        self._samples_open = 0
+
+    @property
+    def credit(self) -> int:
+        return self.limit - self._samples_open
+
+    def adopt(self, admissions: Iterable[Admission], outcomes: Iterable[Outcome]) -> list[Admission]:
+        """Take up the ledger from the log. Returns the groups with unresolved samples, oldest first."""
+        kept = {}
+        for a in admissions:
+            self.next_offset = max(self.next_offset, a.prompt_offset + (a.kind == "group"))
+            if a.kind == "closed":
+                self.closed = True
+                continue
+            self.groups = max(self.groups, a.admission + 1)
+            if a.group_id not in kept:
+                kept[a.group_id] = a
+                self._open(a.group_id, a.samples)
+        for o in outcomes:
+            self.resolve(o)
+        return [a for g, a in kept.items() if g in self.unresolved]
+
+    def _open(self, group_id: str, samples: int) -> None:
+        dataset, dataset_pass, ordinal = group_id.rsplit("/", 2)
+        self._seen[dataset, int(dataset_pass)].add(int(ordinal))
+        self.unresolved[group_id] = set(range(samples))
+        self._samples_open += samples
+
+    def resolve(self, o: Outcome) -> None:
+        """Credit comes back with the first final outcome of a sample; a repetition is harmless."""
+        if o.outcome == "trained":
+            self.version = max(self.version, o.step)
+        elif o.outcome == "end_of_run":
+            self.stopping = True
+        if o.outcome == "duplicate":
+            return
+        waiting = self.unresolved.get(o.group_id)
+        if waiting and o.sample_index in waiting:
+            waiting.remove(o.sample_index)
+            self._samples_open -= 1
+            if not waiting:
+                del self.unresolved[o.group_id]
+
+    def size_of(self, p: Prompt) -> int:
+        return p.group_size or self.group_size
+
+    def refusal(self, p: Prompt) -> str | None:
+        """Why a prompt can never be admitted; None if it can."""
+        if p.prompt_ordinal < 0 or p.dataset_pass < 0 or "/" in p.dataset or not p.dataset:
+            return f"identity {p.group_id!r}: dataset must be a name without '/', pass and ordinal not negative"
+        if not 0 < self.size_of(p) <= self.limit:
+            return (f"group_size {p.group_size} does not fit into the credit of {self.limit} samples, (max_lag + 1) * B: "
+                    "raise training.batch or lower the prompt's group_size")
+        return None
+
+    def known(self, p: Prompt) -> bool:
+        return p.prompt_ordinal in self._seen[p.dataset, p.dataset_pass]
+
+    def admit(self, p: Prompt, offset: int) -> Admission | None:
+        """The ledger's entry, or None while there is not enough credit."""
+        samples = self.size_of(p)
+        if self.closed or self.stopping or samples > self.credit:
+            return None
+        self._open(p.group_id, samples)
+        self.next_offset = offset + 1
+        self.groups += 1
+        return Admission(run_id=self.run_id, kind="group", admission=self.groups - 1, group_id=p.group_id, samples=samples,
+                         prompt_offset=offset, policy_version=self.version, min_version=max(0, self.version - self.max_lag),
+                         credit=self.credit, admitted_at=now())
+
+    def close(self) -> Admission:
+        """The last entry: nothing is admitted after it."""
+        self.closed = True
+        return Admission(run_id=self.run_id, kind="closed", admission=self.groups, group_id="", samples=0, prompt_offset=self.next_offset,
+                         policy_version=self.version, min_version=self.version, credit=self.credit, admitted_at=now())
+
+
+class Slots:
+    """Which slot a group goes to: the one with the fewest unresolved samples, so that a slow engine does not hoard the credit."""
+
+    def __init__(self, keys: list[int]):
+        self._load = dict.fromkeys(keys, 0)
+        self._of: dict[str, tuple[int, int]] = {}
+
+    def take(self, group_id: str, samples: int) -> int:
+        key = min(self._load, key=self._load.__getitem__)  # ties: the order of the keys, which alternates between subtasks
+        self._load[key] += samples
+        self._of[group_id] = (key, samples)
+        return key
+
+    def release(self, group_id: str) -> None:
+        key, samples = self._of.pop(group_id, (None, 0))
+        if key is not None:
+            self._load[key] -= samples
+
+
+class AdmissionFunction(KeyedProcessFunction):
+    """Outcomes and control in (key 0); Row(slot, dispatch) out, one a sample."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def open(self, context: RuntimeContext) -> None:
+        die_with_parent()
+        self._dispatched = context.get_state(ValueStateDescriptor("dispatched", Types.LONG()))
+        self._admitter: Admitter | None = None
+        metrics = context.get_metrics_group().add_group("pipelinerl")
+        metrics.gauge("unresolved", lambda: self._admitter.limit - self._admitter.credit if self._admitter else 0)
+        metrics.gauge("admitted_groups", lambda: self._admitter.groups if self._admitter else 0)
+
+    def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context):
+        if self._admitter is None:
+            yield from self._start()
+        value = bytes(value)
+        try:
+            kind = name_of(value)
+            if kind == Outcome.record_name:
+                for o in decode(Outcome, value):
+                    self._admitter.resolve(o)
+                    if o.group_id not in self._admitter.unresolved:
+                        self._slots.release(o.group_id)
+            elif kind == Control.record_name:
+                for c in decode(Control, value):
+                    self._admitter.stopping |= c.kind == "stop"
+                    self._ending |= c.kind == "end_of_prompts"
+            else:
+                raise BadRecord(f"expected an outcome or control record, found {kind!r}")
+        except BadRecord as e:
+            self._dead(str(e), value)
+        yield from self._admit()
+        self._arm(ctx)
+
+    def on_timer(self, timestamp: int, ctx: KeyedProcessFunction.OnTimerContext):
+        if self._admitter is None:
+            yield from self._start()
+        yield from self._admit()
+        self._arm(ctx)
+
+    def close(self) -> None:
+        if self._admitter is not None:
+            self._log.close()
+            self._prompts.close()
+
+    def _arm(self, ctx) -> None:
+        # Timers of the same instant are one. The far one survives a restore that loses the near one (registered in the bundle
+        # that the checkpoint flushed).
+        now_ms = ctx.timer_service().current_processing_time()
+        tick = self.settings.flink.tick_ms
+        ctx.timer_service().register_processing_time_timer((now_ms // tick + 1) * tick)
+        ctx.timer_service().register_processing_time_timer((now_ms // 1000 + 2) * 1000)
+
+    def _start(self):
+        """Fence the predecessor, take up the ledger, dispatch again what the restored state does not hold."""
+        s, run = self.settings, self.settings.run.id
+        self._topic, self._ledger = topic(run, PROMPTS), topic(run, ADMISSIONS)
+        self._dead = DeadLetters(s.kafka, run, "admission", self._topic)
+        self._log = OwnedLog(s.kafka, f"{run}.admission")
+        self._admitter = Admitter(run, s.training.batch, s.training.max_lag, s.grouping.group_size)
+        open_groups = self._admitter.adopt(
+            (a for m in self._log.read(self._ledger) for a in decode(Admission, m.value)),
+            (o for m in self._log.read(topic(run, OUTCOMES)) for o in decode(Outcome, m.value)),
+        )
+        controls = [c for m in self._log.read(topic(run, CONTROL)) for c in decode(Control, m.value)]
+        self._ending = any(c.kind == "end_of_prompts" for c in controls)
+        self._admitter.stopping |= any(c.kind == "stop" for c in controls)
+        self._slots = Slots(slot_keys(s.generation.slots))
+        self._prompts = consumer(s.kafka)
+        self._partition = TopicPartition(self._topic, 0)
+        self._prompts.assign([self._partition])
+        self._waiting: collections.deque = collections.deque()
+        held = self._dispatched.value() or 0
+        for a in open_groups:
+            if a.admission < held:  # it lies in the generation operator's state
+                self._slots.take(a.group_id, a.samples)
+            else:
+                yield from self._dispatch(a, self._prompt_at(a.prompt_offset), attempt=1)
+        self._dispatched.update(max(held, self._admitter.groups))
+        self._prompts.seek(self._partition, self._admitter.next_offset)
+        self._end_offset: int | None = None
+
+    def _prompt_at(self, offset: int) -> bytes:
+        self._prompts.seek(self._partition, offset)
+        for _ in range(int(self.settings.kafka.timeout_s * 10)):
+            for m in follow(self._prompts, timeout_ms=100):
+                if m.offset == offset:
+                    return m.value
+                raise LookupError(f"{self._topic} no longer holds offset {offset}, a prompt in flight: its retention cut too much")
+        raise LookupError(f"{self._topic}: no prompt at offset {offset} within {self.settings.kafka.timeout_s:g} s")
+
+    def _admit(self):
+        """Let in what the credit allows; entries first, then their dispatches."""
+        entries: list[tuple[Admission, bytes]] = []
+        a = self._admitter
+        while not (a.closed or a.stopping) and a.credit > 0:
+            if not self._waiting:
+                self._waiting.extend(follow(self._prompts, timeout_ms=0))
+                if not self._waiting:
+                    break
+            m = self._waiting[0]
+            try:
+                prompt = decode(Prompt, m.value)
+                if len(prompt) != 1:
+                    raise BadRecord(f"{len(prompt)} prompts in one message, expected 1")
+                if refusal := a.refusal(prompt[0]):
+                    raise BadRecord(refusal)
+            except BadRecord as e:
+                self._dead(f"{self._topic} offset {m.offset}: {e}", m.value)
+                self._waiting.popleft()
+                continue
+            if not a.known(prompt[0]):
+                entry = a.admit(prompt[0], m.offset)
+                if entry is None:
+                    break
+                entries.append((entry, m.value))
+            self._waiting.popleft()
+        if self._at_end():
+            entries.append((a.close(), b""))
+        self._log.append((self._ledger, None, encode([entry])) for entry, _ in entries)
+        for entry, prompt in entries:
+            if entry.kind == "group":
+                yield from self._dispatch(entry, prompt, attempt=0)
+        if entries:
+            self._dispatched.update(a.groups)
+
+    def _at_end(self) -> bool:
+        a = self._admitter
+        if a.closed:
+            return False
+        if a.stopping:
+            return True
+        if not self._ending or self._waiting:
+            return False
+        if self._end_offset is None:
+            self._end_offset = ends(self._prompts, self._topic)[self._partition]
+        return self._prompts.position(self._partition) >= self._end_offset
+
+    def _dispatch(self, a: Admission, prompt: bytes, attempt: int):
+        slot = self._slots.take(a.group_id, a.samples)
+        for i in sorted(self._admitter.unresolved[a.group_id]):
+            yield Row(slot, encode([Dispatch(
+                admission=a.admission, group_id=a.group_id, sample_index=i, group_size=a.samples, attempt=attempt,
+                min_version=a.min_version, policy_version=a.policy_version, prompt=prompt, dispatched_at=now())]))

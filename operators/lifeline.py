@@ -1,0 +1,35 @@
+"""No orphans: a Python worker whose task manager is gone ends itself, and with its pipes its children end.
+
+Flink starts a worker through a shell and a boot process, which all outlive a task manager that is killed; so the worker watches the
+task manager itself.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+
+import psutil
+
+_watching = threading.Lock()
+
+
+def die_with_parent() -> None:
+    """Called in `open()` of every Flink function; once a process is enough, more are harmless. Linux only."""
+    if not _watching.acquire(blocking=False):
+        return
+    parents = psutil.Process().parents()
+    owner = next((p for p in parents if p.name() == "java"), parents[0])
+    handle = os.pidfd_open(owner.pid)  # readable when the process ends; a reused pid cannot fool it
+    threading.Thread(target=_wait, args=(handle, owner.pid), name="lifeline", daemon=True).start()
+
+
+def _wait(handle: int, pid: int) -> None:
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    while not poll.poll():
+        pass
+    print(f"the process that owns this worker (pid {pid}) is gone: ending", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,117 @@
+"""MLflow, from a thread of its own: its being slow or away never holds a step up.
+
+What could not be logged waits in a bounded queue and is sent when the server is back; what does not fit is counted, and lies in the
+`steps` topic all the same. Metrics of one step go in one request.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import threading
+import time
+
+from schemas.settings import Settings
+
+QUEUED_STEPS = 10_000
+RUN_TAG = "pipelinerl.run_id"
+
+
+def client(settings: Settings):
+    """An MLflow client that gives up quickly: a server that is away must cost seconds, not minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(settings.mlflow.uri)
+
+
+def find_or_create_run(mlflow, settings: Settings) -> str:
+    """The MLflow run of this pipeline run: one, however often a stage restarts."""
+    experiment = mlflow.get_experiment_by_name(settings.mlflow.experiment)
+    experiment_id = experiment.experiment_id if experiment else mlflow.create_experiment(settings.mlflow.experiment)
+    found = mlflow.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{settings.run.id}'", max_results=1)
+    if found:
+        return found[0].info.run_id
+    run = mlflow.create_run(experiment_id, run_name=settings.run.id, tags={RUN_TAG: settings.run.id})
+    from mlflow.entities import Param
+
+    params = [Param(k, str(v)[:500]) for k, v in flatten(settings.model_dump(mode="json")).items() if not k.endswith("password_file")]
+    for i in range(0, len(params), 100):
+        mlflow.log_batch(run.info.run_id, params=params[i:i + 100])
+    return run.info.run_id
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
+    out: dict[str, object] = {}
+    for key, value in tree.items():
+        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+class Tracker:
+    """`log(step, metrics)` returns at once. `close()` waits a bounded time for what is queued."""
+
+    def __init__(self, settings: Settings, connect=None):
+        self._settings = settings
+        self._connect = connect or self._mlflow
+        self._queue: collections.deque[tuple[int, dict[str, float], int]] = collections.deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        with self._wake:
+            if len(self._queue) >= QUEUED_STEPS:
+                self._queue.popleft()
+                self.dropped += 1
+            self._queue.append((step, metrics, int(time.time() * 1000)))
+            self._wake.notify()
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        if self._queue or self.dropped:
+            print(f"mlflow: {len(self._queue) + self.dropped} steps were not logged; they are in the steps topic", file=sys.stderr, flush=True)
+
+    def _mlflow(self):
+        mlflow = client(self._settings)
+        run_id = find_or_create_run(mlflow, self._settings)
+        from mlflow.entities import Metric
+
+        def send(step: int, metrics: dict[str, float], at_ms: int) -> None:
+            mlflow.log_batch(run_id, metrics=[Metric(k, v, at_ms, step) for k, v in metrics.items()])
+
+        return send
+
+    def _run(self) -> None:
+        send, pause = None, 1.0
+        from mlflow.exceptions import MlflowException  # what the client raises, a server that is away included
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                entry = self._queue[0]
+            try:
+                send = send or self._connect()
+                send(*entry)
+            except (MlflowException, OSError) as e:
+                if self._closing:
+                    return
+                print(f"mlflow at {self._settings.mlflow.uri} is away ({type(e).__name__}); training goes on, {len(self._queue)} steps wait",
+                      file=sys.stderr, flush=True)
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closing, timeout=pause)
+                pause = min(pause * 2, 30.0)
+                continue
+            pause = 1.0
+            with self._wake:
+                if self._queue and self._queue[0] is entry:
+                    self._queue.popleft()
