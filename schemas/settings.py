@@ -500,3 +500,15 @@ def _explain(error: dict[str, Any], toml: Path | None) -> str:
         message = "unknown key" + (f"; did you mean {close[0]!r}?" if close else "; `pipelinerl run --help` lists all keys")
     where = f"settings ({toml})" if toml else "settings"
     return f"{where}: {key + ': ' if key else ''}{message}"
+
+
+def documentation() -> str:
+    """docs/settings.md; a test fails when the file and this differ."""
+    lines = ["# Settings", "", "Generated from `schemas/settings.py` (`make docs`). A TOML file, then the environment",
+             "(`PIPELINERL_TRAINING__LR=1e-5`), then flags (`--training.lr 1e-5`); the later wins.", "",
+             "| key | default | meaning |", "| --- | --- | --- |"]
+    article = {path: name for name, path in ARTICLE_FLAGS.items()}
+    for key, (_, default, text) in fields().items():
+        also = f" (also `{article[key]}`)" if key in article else ""
+        lines.append(f"| `{key}`{also} | `{default}` | {text} |")
+    return "\n".join(lines) + "\n"

@@ -1,10 +1,11 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jobs.cli import flags_of
-from schemas.settings import BadSettings, ReinforceLoss, Settings, fields, load
+from schemas.settings import BadSettings, ReinforceLoss, Settings, documentation, fields, load
 
 
 def test_the_articles_flags_reach_the_tree():
@@ -78,3 +79,7 @@ def test_settings_survive_the_way_to_a_job():
 def test_settings_import_nothing_heavy():
     code = "import sys, schemas.settings; print([m for m in ('torch', 'pyflink', 'kafka', 'pyarrow', 'vllm') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_documentation_and_settings_agree():
+    assert (Path(__file__).parent.parent / "docs" / "settings.md").read_text() == documentation(), "run `make docs`"
