@@ -12,7 +12,12 @@ import sys
 import threading
 import time
 
+from kafka import TopicPartition
+from operators.log import consumer, follow
+from schemas.record import decode
+from schemas.records import Ack
 from schemas.settings import Settings
+from schemas.topics import ACKS, topic
 
 QUEUED_STEPS = 10_000
 RUN_TAG = "pipelinerl.run_id"
@@ -115,3 +120,56 @@ class Tracker:
             with self._wake:
                 if self._queue and self._queue[0] is entry:
                     self._queue.popleft()
+
+
+class AckWatch:
+    """What generators say about updates, gathered from `weights.acks` in a thread of its own for the trainer's step record."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._acks: dict[str, Ack] = {}
+        self._fresh: list[Ack] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="acks", daemon=True).start()
+
+    def metrics(self) -> dict[str, float]:
+        """weights/transfer_ms (heard, fetched, decoded), weights/pause_ms (engine held), in ms: means since the last call; generation/*."""
+        with self._lock:
+            fresh, self._fresh = self._fresh, []
+            latest = list(self._acks.values())
+        return ack_metrics(fresh, latest)
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        client = consumer(self._settings.kafka)
+        partition = TopicPartition(topic(self._settings.run.id, ACKS), 0)
+        client.assign([partition])
+        client.seek_to_end(partition)
+        try:
+            while not self._stop.is_set():
+                for m in follow(client, timeout_ms=500):
+                    with self._lock:
+                        for ack in decode(Ack, m.value):
+                            self._acks[ack.generator_id] = ack
+                            self._fresh.append(ack)
+        finally:
+            client.close()
+
+
+def ack_metrics(fresh: list[Ack], latest: list[Ack]) -> dict[str, float]:
+    """Metrics of the acks since the last step and of each generator's newest."""
+    out: dict[str, float] = {}
+    applied = [dict(a.phases_ms) for a in fresh if a.status == "applied"]
+    for name, phases in (("weights/transfer_ms", ("heard", "fetch", "decode")), ("weights/pause_ms", ("apply",)), ("weights/wait_ms", ("wait",))):
+        if applied:
+            out[name] = sum(p.get(k, 0.0) for p in applied for k in phases) / len(applied)
+    if fresh:
+        out["weights/failed"] = float(sum(a.status == "failed" for a in fresh))
+    if latest:
+        out["generation/in_flight"] = float(sum(a.in_flight for a in latest))
+        out["generation/waiting"] = float(sum(a.waiting for a in latest))
+        out["generation/version_spread"] = float(max(a.version for a in latest) - min(a.version for a in latest))
+    return out
