@@ -1,0 +1,441 @@
+"""An engine's loop: H sequences in flight, slots refilled at once, weights changed between two of its steps. Child process of generation.
+
+Promises:
+- A slot that frees is taken by the next waiting sample before the next step; each sequence is answered the moment it ends.
+- Nothing is served before the newest version that was on offer when `serve` came has been applied, and no sample before its `min_version`.
+- Applying is a transaction: bytes, digest, names, shapes and dtypes are checked by a loader thread while generation goes on; if the write
+  itself fails, the held version is written again or the process ends. The label moves with success only.
+- A sequence that grows older than max_lag is aborted: every batch it could enter would find it stale.
+
+`EngineLoop` knows nothing of vLLM, pipes or threads; `python -m operators.engine` gives it all three.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import json
+import os
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any, Protocol
+
+from operators.child import Parent
+from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_digest, version_of
+from schemas.record import decode, encode
+from schemas.records import Ack, Weights, now
+from schemas.settings import GenerationSettings
+
+#: Frames to the child ...
+SUBMIT, OFFER, SERVE = 1, 2, 3
+#: ... and from it.
+READY, RESULT, ACK, STATS = 1, 2, 3, 4
+STATS_EVERY_S = 0.25
+FRAMES_A_TURN = 8  # while sequences are in flight, new frames must not hold up the next step
+
+_SUBMIT = struct.Struct("<HI")  # length of the ident, attempt
+_OFFER = struct.Struct("<d")  # heard at, seconds since the epoch
+_RESULT = struct.Struct("<HH")  # lengths of ident and group id
+
+
+def pack_submit(ident: str, attempt: int, record: bytes) -> bytes:
+    return _SUBMIT.pack(len(ident), attempt) + ident.encode() + record
+
+
+def unpack_submit(payload: bytes) -> tuple[str, int, bytes]:
+    length, attempt = _SUBMIT.unpack_from(payload)
+    at = _SUBMIT.size + length
+    return payload[_SUBMIT.size:at].decode(), attempt, payload[at:]
+
+
+def pack_offer(heard_at: float, event: bytes) -> bytes:
+    return _OFFER.pack(heard_at) + event
+
+
+def unpack_offer(payload: bytes) -> tuple[float, bytes]:
+    return _OFFER.unpack_from(payload)[0], payload[_OFFER.size:]
+
+
+def pack_result(ident: str, group_id: str, rollout: bytes) -> bytes:
+    name, group = ident.encode(), group_id.encode()
+    return _RESULT.pack(len(name), len(group)) + name + group + rollout
+
+
+def unpack_result(payload: bytes) -> tuple[str, bytes, bytes]:
+    name, group = _RESULT.unpack_from(payload)
+    at = _RESULT.size + name
+    return payload[_RESULT.size:at].decode(), payload[at:at + group], payload[at + group:]
+
+
+class Engine(Protocol):
+    """What the loop needs of an engine. Requests are known by their ident, versions by their label."""
+
+    def add(self, ident: str, prompt_ids: list[int], max_tokens: int, salt: str | None) -> None:
+        """Take a request in. `salt` separates its KV cache from others'. Raises ValueError if it cannot be served."""
+
+    def step(self) -> list[Sampled]:
+        """One forward pass for every sequence; what ended with it."""
+
+    def progress(self, ident: str) -> tuple[str | None, int]:
+        """Label of the first sampled token (None before there is one) and the number of tokens sampled so far."""
+
+    def abort(self, idents: list[str]) -> list[Sampled]:
+        """End sequences; what they had."""
+
+    def write(self, weights: LoadedWeights) -> None:
+        """Put weights into the model. After an exception the model is writable again, but its weights belong to no version."""
+
+    def set_label(self, label: str) -> None:
+        """Tokens of later steps carry this label."""
+
+    def reset_cache(self) -> None:
+        """Throw the KV cache away; sequences in flight recompute theirs."""
+
+
+class LoadedWeights(Protocol):
+    """A version whose bytes are complete, checked and decoded."""
+
+    event: Weights
+    tensors: Iterable[tuple[str, Any]]
+    path: str  # the same bytes as a file, for engines whose workers are other processes
+
+    def release(self) -> None:
+        """Let go of the decoded tensors: the file stays."""
+
+    def reload(self) -> LoadedWeights:
+        """Decode the file again."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+@dataclasses.dataclass
+class Arrival:
+    """What a loader made of an event: weights, or the cause why not. `phases_ms` has fetch and decode."""
+
+    event: Weights
+    heard_at: float
+    phases_ms: dict[str, float]
+    weights: LoadedWeights | None = None
+    cause: str | None = None
+
+
+class Loader:
+    """Fetches and checks versions in a thread of its own, the newest first; versions that were overtaken before their turn are never read.
+
+    `load(event) -> (weights, phases_ms)` raises `refusals` for weights that cannot be used; anything else is an error of the loader and
+    is raised by `take`.
+    """
+
+    def __init__(self, load: Callable[[Weights], tuple[LoadedWeights, dict[str, float]]], refusals: tuple[type[Exception], ...],
+                 notify: Callable[[], None]):
+        self._load, self._refusals, self._notify = load, refusals, notify
+        self._turn = threading.Condition()
+        self._next: tuple[Weights, float] | None = None
+        self._arrivals: collections.deque[Arrival] = collections.deque()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="weights-loader", daemon=True).start()
+
+    def offer(self, event: Weights, heard_at: float) -> None:
+        with self._turn:
+            self._next = event, heard_at
+            self._turn.notify()
+
+    def take(self) -> Arrival | None:
+        """The next version that is ready or refused."""
+        if self._error is not None:
+            raise RuntimeError("the weights loader broke") from self._error
+        return self._arrivals.popleft() if self._arrivals else None
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._next is not None)
+                    (event, heard_at), self._next = self._next, None
+                try:
+                    weights, phases = self._load(event)
+                    arrival = Arrival(event, heard_at, phases, weights)
+                except self._refusals as e:
+                    arrival = Arrival(event, heard_at, {}, cause=str(e))
+                self._arrivals.append(arrival)
+                self._notify()
+        except BaseException as e:
+            self._error = e
+            self._notify()
+            raise
+
+
+class EngineLoop:
+    """The loop's logic; `turn()` is one round of it. `send(kind, payload)` takes frames for the operator."""
+
+    def __init__(self, engine: Engine, rollouts: Rollouts, loader: Loader, send: Callable[[int, bytes], None], *, run_id: str,
+                 generator_id: str, capacity: int, max_lag: int, kv_cache_mode: str, clock: Callable[[], float] = time.time):
+        self._engine, self._rollouts, self._loader, self._send = engine, rollouts, loader, send
+        self._run_id, self._generator_id, self._clock = run_id, generator_id, clock
+        self._capacity, self._max_lag, self._kv_cache_mode = capacity, max_lag, kv_cache_mode
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._gated: list[tuple[int, int, Request]] = []  # heap by min_version: samples that must not start on the held version
+        self._order = itertools.count()
+        self._in_flight: dict[str, Request] = {}
+        self._first_token_at: dict[str, datetime] = {}
+        self._unstarted: set[str] = set()  # in flight, nothing sampled yet
+        self._held: LoadedWeights | None = None
+        self._digests: dict[str, str] = {}
+        self._offered: tuple[int, int] | None = None  # newest ever
+        self._wanted: tuple[int, int] | None = None  # being loaded or waiting for it
+        self._gate: tuple[int, int] | None = None
+        self._serving = False
+        self._generated = self._busy_steps = self._in_flight_sum = self._capacity_sum = 0
+        self._stats_at, self._stats_said = 0.0, b""
+
+    @property
+    def idle(self) -> bool:
+        return not self._in_flight
+
+    def submit(self, ident: str, attempt: int, record: bytes) -> None:
+        self._queue(self._rollouts.request(ident, attempt, record))
+
+    def offer(self, event: Weights, heard_at: float) -> None:
+        """A version is on offer. Ordered by (epoch, version): what is not newer than the held or wanted one is ignored."""
+        key = event.epoch, event.version
+        self._offered = max(key, self._offered or key)
+        if (self._held is not None and key <= _key(self._held)) or (self._wanted is not None and key <= self._wanted):
+            return
+        self._wanted = key
+        self._loader.offer(event, heard_at)
+
+    def serve(self) -> None:
+        """What was on offer when the operator opened has been said: serve once the newest of it is held."""
+        self._serving, self._gate = True, self._offered
+
+    def turn(self) -> bool:
+        """One round: apply what is ready, refill the slots, one step. False if there was nothing to do."""
+        applied = False
+        while (arrival := self._loader.take()) is not None:
+            applied = True
+            self._arrived(arrival)
+        self._say_stats()
+        if not self._ready():
+            return applied
+        self._refill()
+        if not self._in_flight:
+            return applied
+        self._busy_steps += 1
+        self._in_flight_sum += len(self._in_flight)
+        self._capacity_sum += min(self._capacity, len(self._in_flight) + self._waiting_count())
+        ended = self._engine.step()
+        if self._unstarted:
+            self._note_first_tokens({s.ident for s in ended if s.token_ids})
+        for sampled in ended:
+            self._ended(sampled)
+        return True
+
+    # --- samples
+
+    def _ready(self) -> bool:
+        return self._serving and self._held is not None and (self._gate is None or _key(self._held) >= self._gate)
+
+    def _waiting_count(self) -> int:
+        return len(self._waiting) + len(self._gated)
+
+    def _queue(self, request: Request) -> None:
+        held = self._held.event.version if self._held is not None else -1
+        if request.dispatch.min_version > held:
+            heapq.heappush(self._gated, (request.dispatch.min_version, next(self._order), request))
+        else:
+            self._waiting.append(request)
+
+    def _refill(self) -> None:
+        held = self._held.event
+        while self._waiting and len(self._in_flight) < self._capacity:
+            request = self._waiting.popleft()
+            if request.dispatch.min_version > held.version:  # an epoch began below it while it waited
+                self._queue(request)
+                continue
+            if request.refusal is None:
+                salt = label(held.epoch, held.version) if self._kv_cache_mode == "reuse_partial" else None
+                try:
+                    self._engine.add(request.ident, request.prompt_ids, request.max_tokens, salt)
+                except ValueError as e:
+                    request.refusal = "error", f"the engine does not take the prompt: {e}"
+            if request.refusal is not None:
+                self._answer(request, self._rollouts.refused(request, held.digest))
+                continue
+            self._in_flight[request.ident] = request
+            self._unstarted.add(request.ident)
+
+    def _note_first_tokens(self, ended: set[str]) -> None:
+        at = now()
+        started = [i for i in self._unstarted if i in ended or self._engine.progress(i)[1]]
+        for ident in started:
+            self._first_token_at[ident] = at
+        self._unstarted.difference_update(started)
+
+    def _ended(self, sampled: Sampled, cause: str | None = None) -> None:
+        request = self._in_flight.pop(sampled.ident)
+        self._unstarted.discard(sampled.ident)
+        self._generated += len(sampled.logprobs)
+        first = self._first_token_at.pop(sampled.ident, None)
+        self._answer(request, self._rollouts.finished(request, sampled, first, self._digests, self._held.event.digest, cause))
+
+    def _answer(self, request: Request, rollout: bytes) -> None:
+        self._send(RESULT, pack_result(request.ident, request.dispatch.group_id, rollout))
+
+    # --- weights
+
+    def _arrived(self, arrival: Arrival) -> None:
+        key = arrival.event.epoch, arrival.event.version
+        if self._wanted == key:
+            self._wanted = None
+        if arrival.cause is not None:
+            self._ack(arrival, {}, arrival.cause)
+            return
+        started = self._clock()
+        phases = {"wait": max(0.0, (started - arrival.heard_at) * 1000 - sum(arrival.phases_ms.values()))}
+        previous, new = self._held, arrival.weights
+        try:
+            self._write(new)
+        except Exception as e:  # whatever it was: the weights belong to no version now
+            cause = f"writing version {new.event.version} failed: {type(e).__name__}: {e}"
+            new.close()
+            self._restore(previous, cause)
+            phases["apply"] = (self._clock() - started) * 1000
+            self._ack(arrival, phases, cause)
+            return
+        name = label(*key)
+        self._engine.set_label(name)
+        self._digests[name] = new.event.digest
+        self._held = new
+        new.release()
+        if previous is not None:
+            previous.close()
+        phases["apply"] = (self._clock() - started) * 1000
+        self._abort_stale()
+        while self._gated and self._gated[0][0] <= new.event.version:
+            self._waiting.append(heapq.heappop(self._gated)[2])
+        self._ack(arrival, phases, None)
+
+    def _write(self, weights: LoadedWeights) -> None:
+        self._engine.write(weights)
+        if self._kv_cache_mode == "recompute":
+            self._engine.reset_cache()
+
+    def _restore(self, previous: LoadedWeights | None, cause: str) -> None:
+        if previous is None:
+            return  # nothing has been served yet, and nothing will be before a version is held
+        print(f"engine: {cause}; version {previous.event.version} is written again", file=sys.stderr, flush=True)
+        try:
+            self._write(previous.reload())
+        except Exception as e:
+            raise RuntimeError(f"{cause}; and the held version {previous.event.version} could not be written again: "
+                               "the engine ends, because its weights belong to no version") from e
+        previous.release()
+
+    def _abort_stale(self) -> None:
+        # A row that ends under version v enters batch v + 1 at the earliest, with lag v - first.
+        newest = self._held.event.version
+        firsts = {i: self._engine.progress(i)[0] for i in self._in_flight}
+        lags = {i: newest - version_of(first) for i, first in firsts.items() if first is not None}
+        stale = [i for i, lag in lags.items() if lag > self._max_lag]
+        if stale:
+            for sampled in self._engine.abort(stale):
+                lag = lags[sampled.ident]
+                self._ended(sampled, f"older than max_lag: its first token is {lag} versions old, training.max_lag is {self._max_lag}")
+
+    def _ack(self, arrival: Arrival, phases: dict[str, float], cause: str | None) -> None:
+        event = arrival.event
+        heard = (arrival.heard_at - event.offered_at.timestamp()) * 1000
+        self._send(ACK, encode([Ack(
+            run_id=self._run_id, generator_id=self._generator_id, status="applied" if cause is None else "failed", epoch=event.epoch,
+            version=event.version, digest=event.digest, cause=cause,
+            phases_ms=list({"heard": heard, **arrival.phases_ms, **phases}.items()), in_flight=len(self._in_flight),
+            waiting=self._waiting_count(), generated_tokens=self._generated_tokens(), busy_steps=self._busy_steps,
+            in_flight_sum=self._in_flight_sum, capacity_sum=self._capacity_sum, at=now())]))
+
+    # --- measures
+
+    def _generated_tokens(self) -> int:
+        return self._generated + sum(self._engine.progress(i)[1] for i in self._in_flight)
+
+    def _say_stats(self) -> None:
+        at = self._clock()
+        if at - self._stats_at < STATS_EVERY_S:
+            return
+        self._stats_at = at
+        stats = json.dumps({"in_flight": len(self._in_flight), "waiting": self._waiting_count(),
+                            "held_version": self._held.event.version if self._held is not None else -1,
+                            "generated_tokens": self._generated_tokens()}).encode()
+        if stats != self._stats_said:
+            self._stats_said = stats
+            self._send(STATS, stats)
+
+
+def _key(weights: LoadedWeights) -> tuple[int, int]:
+    return weights.event.epoch, weights.event.version
+
+
+def run(parent: Parent) -> None:
+    """The child process: frames in, frames out, the loop in this thread."""
+    config = parent.config
+    settings = GenerationSettings.model_validate(config["generation"])
+    inbox: collections.deque[tuple[int, bytes]] = collections.deque()
+    wake = threading.Event()
+
+    def read() -> None:
+        for frame in parent.incoming():  # ends the process with the pipe, also while the engine still loads
+            inbox.append(frame)
+            wake.set()
+
+    threading.Thread(target=read, name="frames", daemon=True).start()
+    from operators.vllm_engine import VLLMEngine, WeightFiles  # after the thread: importing vLLM takes seconds
+    from operators.weights import BadWeights
+
+    started = time.time()
+    engine = VLLMEngine(settings, config["model"], trust_remote_code=config["trust_remote_code"], seed=config["seed"])
+    rollouts = Rollouts(settings, run_id=config["run_id"], generator_id=config["generator_id"], engine=engine.name,
+                        tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(config["model"]), stop_ids=engine.stop_ids)
+    files = WeightFiles(config["model"], settings.dtype)
+    loop = EngineLoop(engine, rollouts, Loader(files.load, (BadWeights,), wake.set), parent.send, run_id=config["run_id"],
+                      generator_id=config["generator_id"], capacity=settings.batch, max_lag=config["max_lag"],
+                      kv_cache_mode=settings.kv_cache_mode)
+    parent.send(READY, json.dumps({"engine": engine.name, "seconds": time.time() - started, "pid": os.getpid()}).encode())
+    while True:
+        for _ in range(len(inbox) if loop.idle else min(len(inbox), FRAMES_A_TURN)):
+            kind, payload = inbox.popleft()
+            if kind == SUBMIT:
+                loop.submit(*unpack_submit(payload))
+            elif kind == OFFER:
+                heard_at, message = unpack_offer(payload)
+                for event in decode(Weights, message):
+                    loop.offer(event, heard_at)
+            elif kind == SERVE:
+                loop.serve()
+            else:
+                raise ValueError(f"frame of unknown kind {kind}: operator and engine are of different versions")
+        if not loop.turn() and not inbox:
+            wake.wait(STATS_EVERY_S)
+            wake.clear()
+
+
+def main() -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's core in this process: labels are exact, nothing is left behind
+    parent = Parent()
+    try:
+        run(parent)
+    except BaseException:
+        # Not by way of interpreter shutdown: threads of the engine could hang it, and the operator waits for this end.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

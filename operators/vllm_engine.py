@@ -1,0 +1,290 @@
+"""vLLM's synchronous engine behind the interface of `operators.engine`, and the weight transfer that CPUs lack.
+
+Promises: weights change between two steps, and every token is labelled with the weights that computed it; after a failed write the model
+can be written again. Knows vLLM 0.32's `LLMEngine`; nothing of records, topics or threads. On a GPU the same transfer engine loads through
+vLLM's own weight loaders, and tensor parallelism goes through vLLM's executor; neither has been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from operators import weights as files
+from operators.rollouts import Sampled
+from schemas.records import Weights
+from schemas.settings import GenerationSettings
+
+BACKEND = "pipelinerl"
+# The reload warns at each update of layers that have no weights of their own to load (rotary embeddings, a tied head).
+logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
+
+
+class VLLMEngine:
+    """`operators.engine.Engine` by vLLM. `name` says what it is, `stop_ids` which tokens end a sequence."""
+
+    def __init__(self, settings: GenerationSettings, model: str, *, trust_remote_code: bool = False, seed: int = 0):
+        cuda = current_platform.is_cuda_alike()
+        if settings.device != "auto" and (settings.device == "cuda") != cuda:
+            raise ValueError(f"generation.device is {settings.device!r}, but this vLLM runs on {current_platform.device_name}: "
+                             "install the dependency group cpu or gpu accordingly, or set generation.device = auto")
+        if not (Path(model) / "config.json").is_file():
+            raise ValueError(f"model.path {model!r} is no model folder: it has no config.json")
+        memory: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization} if cuda else {
+            "kv_cache_memory_bytes": settings.kv_cache_mb << 20}
+        self._llm = LLMEngine.from_engine_args(EngineArgs(
+            model=model, dtype=settings.dtype, enforce_eager=settings.enforce_eager, max_model_len=settings.max_model_len,
+            max_num_seqs=settings.batch, tensor_parallel_size=settings.tensor_parallel, trust_remote_code=trust_remote_code, seed=seed,
+            # recompute rebuilds every cache at an update, so that a shared prefix is of the held version there too
+            enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
+            # one step in flight at a time: with more, a write would fall between a step's forward pass and its label
+            async_scheduling=False, generation_config="auto", worker_extension_cls="operators.vllm_engine.WorkerExtension",
+            weight_transfer_config={"backend": BACKEND}, **memory,
+        ))
+        self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+        self._in_process = settings.tensor_parallel == 1
+        self.tokenizer = self._llm.get_tokenizer()
+        self.name = f"vllm-{vllm.__version__.split('+')[0]}"
+        self.stop_ids = self._stop_ids()
+        self._params = SamplingParams(temperature=settings.temperature, logprobs=0, flat_logprobs=True, detokenize=False,
+                                      output_kind=RequestOutputKind.FINAL_ONLY)
+        self._internal: dict[str, str] = {}  # our ident -> the engine's
+
+    def _stop_ids(self) -> frozenset[int]:
+        fields = self._llm.input_processor.generation_config_fields
+        ids = fields.get("eos_token_id")
+        found = set(ids if isinstance(ids, list) else [ids])
+        found.add(self._llm.renderer.get_eos_token_id())
+        return frozenset(i for i in found if i is not None)
+
+    def add(self, ident: str, prompt_ids: list[int], max_tokens: int, salt: str | None) -> None:
+        params = self._params.clone()
+        params.max_tokens = max_tokens
+        prompt = tokens_input(prompt_ids, cache_salt=salt)
+        self._internal[ident] = self._llm.add_request(ident, prompt, params)
+
+    def step(self) -> list[Sampled]:
+        return [self._sampled(output) for output in self._llm.step() if output.finished]
+
+    def _sampled(self, output) -> Sampled:
+        self._internal.pop(output.request_id, None)
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        spans = [(span.start, span.version) for span in completion.weight_versions or ()]
+        logprobs = list(completion.logprobs.logprobs) if completion.logprobs else []
+        if len(logprobs) > len(tokens) or (tokens and not spans):
+            raise RuntimeError(f"vLLM answered request {output.request_id} with {len(tokens)} tokens, {len(logprobs)} logprobs and "
+                               f"{len(spans)} version spans")
+        return Sampled(output.request_id, tokens, logprobs, spans, completion.finish_reason)
+
+    def progress(self, ident: str) -> tuple[str | None, int]:
+        state = self._llm.output_processor.request_states[self._internal[ident]]
+        starts = state.weight_version_starts
+        return (starts[0][0] if starts else None), state.detokenizer.num_output_tokens()
+
+    def abort(self, idents: list[str]) -> list[Sampled]:
+        # The synchronous engine says nothing of an aborted request: what it had is asked for first.
+        states = self._llm.output_processor.request_states
+        outputs = [states[self._internal[i]].make_request_output([], None, FinishReason.ABORT, None) for i in idents]
+        sampled = [self._sampled(output) for output in outputs]
+        self._llm.abort_request(idents)
+        return sampled
+
+    def write(self, weights: LoadedFile) -> None:
+        # In this process the tensors are passed as they are; workers of other processes read the same file.
+        info = {"tensors": weights.tensors} if self._in_process else {"path": weights.path}
+        try:
+            self._llm.collective_rpc("start_weight_update")
+            self._llm.collective_rpc("update_weights", kwargs={"update_info": info})
+            self._llm.collective_rpc("finish_weight_update")
+        except BaseException:
+            self._llm.collective_rpc("abandon_weight_update")
+            raise
+
+    def set_label(self, label: str) -> None:
+        self._llm.set_weight_version(label)
+
+    def reset_cache(self) -> None:
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not reset its KV cache")
+
+
+@dataclasses.dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: the weights come by file or by reference."""
+
+
+@dataclasses.dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """The tensors themselves (same process) or the safetensors file that holds them."""
+
+    tensors: Iterable[tuple[str, torch.Tensor]] | None = None
+    path: str | None = None
+
+
+class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's weight transfer (its layer-wise reload through the model's own loaders) fed from a file: works on CPUs and GPUs."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._tied = _tied_head(self.model)
+
+    def start_weight_update(self) -> None:
+        layerwise.initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self.model.load_weights(iter(update_info.tensors) if update_info.tensors is not None else _read(update_info.path))
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if current_platform.is_cuda_alike():
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        if self._tied is not None:
+            # The reload never processes a head that shares the embedding's parameter: on a CPU its packed copy would stay the old one.
+            head, embedding = self._tied
+            head.weight = embedding.weight
+            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+    def abandon(self) -> None:
+        """After a failed update: forget what was buffered, put every layer's own tensors back. Their values are of no version."""
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+
+    def shutdown(self) -> None:
+        pass
+
+
+WeightTransferEngineFactory._registry.pop(BACKEND, None)  # a worker may import this module under spawn and by name
+WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, which imports this module for it and so learns of the transfer backend."""
+
+    def abandon_weight_update(self) -> None:
+        self._weight_update_active = False
+        self.weight_transfer_engine.abandon()
+
+
+def _tied_head(model: torch.nn.Module) -> tuple[ParallelLMHead, VocabParallelEmbedding] | None:
+    """Head and embedding that share a parameter while the head keeps a packed copy of it; None where nothing is to be repaired."""
+    if not current_platform.is_cpu():
+        return None
+    heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
+    for head in heads:
+        for embedding in embeddings:
+            if head.weight is embedding.weight:
+                return head, embedding
+    config = getattr(model, "config", None)
+    if getattr(config, "tie_word_embeddings", False) and any(hasattr(head, "cpu_linear") for head in heads):
+        raise RuntimeError(f"{type(model).__name__} ties its embeddings in a way that weight updates on a CPU do not know: "
+                           "untie them (tie_word_embeddings = false) or use a GPU")
+    return None
+
+
+def _read(path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            yield name, file.get_tensor(name)
+
+
+class LoadedFile:
+    """`operators.engine.LoadedWeights`: decoded tensors, and a descriptor that keeps the file's bytes whatever becomes of its name."""
+
+    def __init__(self, event: Weights, handle: int, tensors: dict[str, torch.Tensor]):
+        self.event, self._handle, self._tensors = event, handle, tensors
+        self.path = f"/proc/{os.getpid()}/fd/{handle}"
+
+    @property
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._tensors.items()
+
+    def release(self) -> None:
+        self._tensors = {}
+
+    def reload(self) -> LoadedFile:
+        local = dataclasses.replace(self.event, uri=self.path)
+        self._tensors = files.decode(local, files.fetch(local))
+        return self
+
+    def close(self) -> None:
+        self.release()
+        os.close(self._handle)
+
+
+class WeightFiles:
+    """Fetches a version and checks it against the model it is for. `load` raises BadWeights before anything is touched."""
+
+    def __init__(self, model: str, dtype: str):
+        self._dtype = dtype
+        self._expected = files.expected_tensors(model)
+        config = json.loads((Path(model) / "config.json").read_text())
+        self._optional = {"lm_head.weight"} if config.get("tie_word_embeddings", False) else set()
+
+    def load(self, event: Weights) -> tuple[LoadedFile, dict[str, float]]:
+        """The weights and {fetch, decode}: milliseconds."""
+        started = time.perf_counter()
+        try:
+            handle, buffer = self._fetch(event)
+        except OSError as e:
+            raise files.BadWeights(f"version {event.version} (epoch {event.epoch}) cannot be read from {event.uri}: {e}") from e
+        fetched = time.perf_counter()
+        try:
+            tensors = files.decode(event, buffer)
+            expected = {n: shape for n, shape in self._expected.items() if n in tensors or n not in self._optional}
+            offered = {n: t for n, t in tensors.items() if n in expected or n not in self._optional}
+            files.check(expected, offered, self._dtype, f"version {event.version} (epoch {event.epoch}) at {event.uri}")
+        except BaseException:
+            os.close(handle)
+            raise
+        decoded = time.perf_counter()
+        return LoadedFile(event, handle, offered), {"fetch": (fetched - started) * 1000, "decode": (decoded - fetched) * 1000}
+
+    def _fetch(self, event: Weights) -> tuple[int, bytearray]:
+        if "://" not in event.uri:
+            handle = os.open(event.uri, os.O_RDONLY)
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, handle)
+                buffer = files.fetch(event)
+                undo.pop_all()
+            return handle, buffer
+        buffer = files.fetch(event)
+        with tempfile.TemporaryFile(prefix="pipelinerl-weights-") as file:  # nameless: nothing is left behind
+            file.write(buffer)
+            file.flush()
+            return os.dup(file.fileno()), buffer
+
