@@ -13,65 +13,29 @@ Promises:
 from __future__ import annotations
 
 import collections
-import dataclasses
 import heapq
 import itertools
 import json
 import os
-import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Protocol
 
 from operators.child import Parent
+from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
+from operators.loader import Arrival, LoadedWeights, Loader, WeightFiles
 from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_digest, version_of
 from schemas.record import decode, encode
 from schemas.records import Ack, Weights, now
 from schemas.settings import GenerationSettings
 
-#: Frames to the child ...
-SUBMIT, OFFER, SERVE = 1, 2, 3
-#: ... and from it.
-READY, RESULT, ACK, STATS = 1, 2, 3, 4
 STATS_EVERY_S = 0.25
+HEARTBEAT_S = 5.0  # measures are said this often even if they stay the same
 FRAMES_A_TURN = 8  # while sequences are in flight, new frames must not hold up the next step
-
-_SUBMIT = struct.Struct("<HI")  # length of the ident, attempt
-_OFFER = struct.Struct("<d")  # heard at, seconds since the epoch
-_RESULT = struct.Struct("<HH")  # lengths of ident and group id
-
-
-def pack_submit(ident: str, attempt: int, record: bytes) -> bytes:
-    return _SUBMIT.pack(len(ident), attempt) + ident.encode() + record
-
-
-def unpack_submit(payload: bytes) -> tuple[str, int, bytes]:
-    length, attempt = _SUBMIT.unpack_from(payload)
-    at = _SUBMIT.size + length
-    return payload[_SUBMIT.size:at].decode(), attempt, payload[at:]
-
-
-def pack_offer(heard_at: float, event: bytes) -> bytes:
-    return _OFFER.pack(heard_at) + event
-
-
-def unpack_offer(payload: bytes) -> tuple[float, bytes]:
-    return _OFFER.unpack_from(payload)[0], payload[_OFFER.size:]
-
-
-def pack_result(ident: str, group_id: str, rollout: bytes) -> bytes:
-    name, group = ident.encode(), group_id.encode()
-    return _RESULT.pack(len(name), len(group)) + name + group + rollout
-
-
-def unpack_result(payload: bytes) -> tuple[str, bytes, bytes]:
-    name, group = _RESULT.unpack_from(payload)
-    at = _RESULT.size + name
-    return payload[_RESULT.size:at].decode(), payload[at:at + group], payload[at + group:]
 
 
 class Engine(Protocol):
@@ -99,80 +63,6 @@ class Engine(Protocol):
         """Throw the KV cache away; sequences in flight recompute theirs."""
 
 
-class LoadedWeights(Protocol):
-    """A version whose bytes are complete, checked and decoded."""
-
-    event: Weights
-    tensors: Iterable[tuple[str, Any]]
-    path: str  # the same bytes as a file, for engines whose workers are other processes
-
-    def release(self) -> None:
-        """Let go of the decoded tensors: the file stays."""
-
-    def reload(self) -> LoadedWeights:
-        """Decode the file again."""
-
-    def close(self) -> None:
-        """Let go of the file."""
-
-
-@dataclasses.dataclass
-class Arrival:
-    """What a loader made of an event: weights, or the cause why not. `phases_ms` has fetch and decode."""
-
-    event: Weights
-    heard_at: float
-    phases_ms: dict[str, float]
-    weights: LoadedWeights | None = None
-    cause: str | None = None
-
-
-class Loader:
-    """Fetches and checks versions in a thread of its own, the newest first; versions that were overtaken before their turn are never read.
-
-    `load(event) -> (weights, phases_ms)` raises `refusals` for weights that cannot be used; anything else is an error of the loader and
-    is raised by `take`.
-    """
-
-    def __init__(self, load: Callable[[Weights], tuple[LoadedWeights, dict[str, float]]], refusals: tuple[type[Exception], ...],
-                 notify: Callable[[], None]):
-        self._load, self._refusals, self._notify = load, refusals, notify
-        self._turn = threading.Condition()
-        self._next: tuple[Weights, float] | None = None
-        self._arrivals: collections.deque[Arrival] = collections.deque()
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="weights-loader", daemon=True).start()
-
-    def offer(self, event: Weights, heard_at: float) -> None:
-        with self._turn:
-            self._next = event, heard_at
-            self._turn.notify()
-
-    def take(self) -> Arrival | None:
-        """The next version that is ready or refused."""
-        if self._error is not None:
-            raise RuntimeError("the weights loader broke") from self._error
-        return self._arrivals.popleft() if self._arrivals else None
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._turn:
-                    self._turn.wait_for(lambda: self._next is not None)
-                    (event, heard_at), self._next = self._next, None
-                try:
-                    weights, phases = self._load(event)
-                    arrival = Arrival(event, heard_at, phases, weights)
-                except self._refusals as e:
-                    arrival = Arrival(event, heard_at, {}, cause=str(e))
-                self._arrivals.append(arrival)
-                self._notify()
-        except BaseException as e:
-            self._error = e
-            self._notify()
-            raise
-
-
 class EngineLoop:
     """The loop's logic; `turn()` is one round of it. `send(kind, payload)` takes frames for the operator."""
 
@@ -194,7 +84,7 @@ class EngineLoop:
         self._gate: tuple[int, int] | None = None
         self._serving = False
         self._generated = self._busy_steps = self._in_flight_sum = self._capacity_sum = 0
-        self._stats_at, self._stats_said = 0.0, b""
+        self._stats_at, self._said_at, self._stats_said = 0.0, 0.0, b""
 
     @property
     def idle(self) -> bool:
@@ -373,8 +263,8 @@ class EngineLoop:
         stats = json.dumps({"in_flight": len(self._in_flight), "waiting": self._waiting_count(),
                             "held_version": self._held.event.version if self._held is not None else -1,
                             "generated_tokens": self._generated_tokens()}).encode()
-        if stats != self._stats_said:
-            self._stats_said = stats
+        if stats != self._stats_said or at - self._said_at >= HEARTBEAT_S:
+            self._stats_said, self._said_at = stats, at
             self._send(STATS, stats)
 
 
@@ -395,7 +285,7 @@ def run(parent: Parent) -> None:
             wake.set()
 
     threading.Thread(target=read, name="frames", daemon=True).start()
-    from operators.vllm_engine import VLLMEngine, WeightFiles  # after the thread: importing vLLM takes seconds
+    from operators.vllm_engine import VLLMEngine  # after the thread: importing vLLM takes seconds
     from operators.weights import BadWeights
 
     started = time.time()
@@ -426,7 +316,8 @@ def run(parent: Parent) -> None:
 
 
 def main() -> None:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's core in this process: labels are exact, nothing is left behind
+    # The engine's core in this process: labels are exact, and nothing is left behind.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     parent = Parent()
     try:
         run(parent)

@@ -1,8 +1,8 @@
 """Generation: an engine in a child process, its prompts in keyed state, its weights heard by a thread of its own.
 
-Promises: every dispatch is answered by a rollout, also if the engine dies under it; a fresh engine serves nothing before it holds the newest
-version on offer; whoever cannot go on (the engine, the weights listener, the acks' writer) makes the job fail with its cause at the next
-tick. Slots are refilled by the engine's own loop (`operators.engine`), never by Flink's timers, which would starve it.
+Promises: every dispatch is answered by a rollout, also if the engine dies under it; a fresh engine serves nothing before it holds the
+newest version on offer; whoever cannot go on (the engine, the weights listener, the acks' writer) makes the job fail with its cause at
+the next tick. Slots are refilled by the engine's own loop (`operators.engine`), never by Flink's timers, which would starve it.
 
 `EngineService` decides what to do on frames and deaths; it knows neither Flink's threads nor Kafka, and starts children through a callable.
 """
@@ -26,8 +26,8 @@ from pyflink.common import Row
 
 from operators.child import Child, ChildDied
 from operators.dead import DeadLetters
-from operators.engine import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_offer, pack_submit, unpack_result
-from operators.log import Writer, consumer, ends, follow, read_with, wait_for_topic
+from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_offer, pack_submit, unpack_result
+from operators.log import Writer, consumer, follow, read_with, wait_for_topic
 from operators.offload import Offload, Runtime
 from schemas.record import BadRecord, decode, encode
 from schemas.records import Ack, Weights
@@ -35,6 +35,7 @@ from schemas.settings import Settings
 from schemas.topics import ACKS, WEIGHTS, topic
 
 POLL_MS = 100
+SILENCE_S = 300.0  # an engine says its measures every few seconds; one that says nothing this long hangs
 GAUGES = ("in_flight", "waiting", "held_version", "generated_tokens")
 
 
@@ -47,18 +48,24 @@ class Process(Protocol):
 
     def send(self, kind: int, payload: bytes) -> None: ...
 
+    def kill(self) -> None: ...
+
     def close(self) -> None: ...
+
+
+#: (restarts so far, on_frame(kind, payload), on_death(cause)) -> a running child
+Start = Callable[[int, Callable[[int, bytes], None], Callable[[str], None]], Process]
 
 
 class EngineService:
     """`operators.offload.Service` around one engine. Methods may be called from Flink's, the child's and the listener's threads.
 
-    `start(restarts, on_frame, on_death)` starts a child; `say(ack)` takes the encoded acks. An engine that dies is replaced at once and
-    gets every open record again, one attempt higher; more than `max_restarts` within `restart_window_s` end the service with the cause.
+    `say(ack)` takes the encoded acks. An engine that dies or hangs is replaced at once and gets every open record again, one attempt
+    higher; more than `max_restarts` within `restart_window_s` end the service with the cause.
     """
 
-    def __init__(self, start: Callable[[int, Callable[[int, bytes], None], Callable[[str], None]], Process], say: Callable[[bytes], None], *,
-                 max_restarts: int, restart_window_s: float, start_timeout_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, start: Start, say: Callable[[bytes], None], *, max_restarts: int, restart_window_s: float, start_timeout_s: float,
+                 clock: Callable[[], float] = time.monotonic):
         self._start_child, self._say, self._clock = start, say, clock
         self._max_restarts, self._window, self._start_timeout = max_restarts, restart_window_s, start_timeout_s
         self._lock = threading.RLock()
@@ -92,11 +99,15 @@ class EngineService:
         """Raises GenerationFailed."""
         with self._lock:
             if self._failure is None and self._deadline is not None and self._clock() > self._deadline:
-                what = (f"holds no version (the last one on offer was refused: {self._refused})" if self._refused else
-                        "holds no version") if self._ready else "is not ready"
-                self._failure = f"the engine {what} {self._start_timeout:g} s after it could have been (generation.start_timeout_s)"
+                what = "holds no version of those on offer" if self._ready else "has not loaded"
+                why = f"; the last one was refused: {self._refused}" if self._refused else ""
+                self._failure = f"the engine {what} within {self._start_timeout:g} s (generation.start_timeout_s){why}"
             if self._failure is not None:
                 raise GenerationFailed(self._failure)
+            if self._ready and self._clock() - self._heard_at > SILENCE_S:
+                self._heard_at = self._clock()
+                print(f"generation: the engine has said nothing for {SILENCE_S:g} s and is killed", file=sys.stderr, flush=True)
+                self._child.kill()
 
     def close(self) -> None:
         with self._lock:
@@ -138,6 +149,7 @@ class EngineService:
     # --- the child's threads
 
     def _on_frame(self, kind: int, payload: bytes) -> None:
+        self._heard_at = self._clock()
         if kind == RESULT:
             ident, group_id, rollout = unpack_result(payload)
             with self._lock:
@@ -182,7 +194,8 @@ class EngineService:
     def _spawn(self) -> None:
         self._ready = self._held = False
         self._refused = None
-        self._deadline: float | None = self._clock() + self._start_timeout
+        self._heard_at = self._clock()
+        self._deadline: float | None = self._heard_at + self._start_timeout
         self._child = self._start_child(self._restarts, self._on_frame, self._on_death)
         if self._newest is not None:
             self._send(OFFER, self._newest[1])
@@ -212,6 +225,9 @@ class QueuedChild:
 
     def send(self, kind: int, payload: bytes) -> None:
         self._frames.put((kind, payload))
+
+    def kill(self) -> None:
+        self._child.kill()
 
     def close(self) -> None:
         self._frames.put(None)

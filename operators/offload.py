@@ -18,6 +18,8 @@ from pyflink.common import Types
 from pyflink.datastream.functions import KeyedProcessFunction, RuntimeContext
 from pyflink.datastream.state import MapStateDescriptor
 
+from operators.lifeline import die_with_parent
+
 MAX_PARALLELISM = 128
 _ATTEMPT = struct.Struct("<I")  # in front of each record in the state
 
@@ -56,14 +58,15 @@ class Offload(KeyedProcessFunction):
         stream.key_by(slot, Types.INT()).process(Offload(make_service), output_type)
 
     `make(runtime)` makes the service in the worker; `value_of(element)` are the record's bytes; `tick_ms` is how often answers are
-    looked for. An element's outputs are yielded exactly once an incarnation; after a restore a record can be answered again.
+    looked for. An element's outputs are yielded exactly once an incarnation; after a restore a record can be answered again. An element
+    without bytes only wakes the subtask: Flink opens a Python function at its first element, and a service may need long to start.
     """
 
     def __init__(self, make: Callable[[Runtime], Service], *, tick_ms: int = 20, value_of: Callable[[Any], bytes] = bytes):
         self._make, self._tick_ms, self._value_of = make, tick_ms, value_of
 
-    def open(self, runtime_context: RuntimeContext) -> None:
-        context = runtime_context
+    def open(self, context: RuntimeContext) -> None:
+        die_with_parent()
         # A type as a module global, or made before the job is shipped, cannot be pickled.
         self._pending = context.get_map_state(MapStateDescriptor("pending", Types.STRING(), Types.PRIMITIVE_ARRAY(Types.BYTE())))
         self._incarnation = uuid.uuid4().hex[:12]
@@ -72,7 +75,7 @@ class Offload(KeyedProcessFunction):
         self._held: dict[Any, int] = {}  # key -> records the service holds of it; a key in it has been seen since the restore
         self._answers: dict[Any, list[tuple[str, list]]] = {}  # drained, waiting for a timer of their key
         self._far: dict[Any, int] = {}
-        group = context.get_metrics_group()
+        group = context.get_metrics_group().add_group("pipelinerl")
         self._service = self._make(Runtime(
             context.get_index_of_this_subtask(), context.get_number_of_parallel_subtasks(), context.get_attempt_number(),
             lambda name, fn: group.gauge(name, fn)))
@@ -85,9 +88,12 @@ class Offload(KeyedProcessFunction):
         key = ctx.get_current_key()
         self._take_up(key)
         self._service.poll()
+        if not (record := bytes(self._value_of(value))):
+            if self._held[key]:
+                self._arm(key, ctx)
+            return
         ident = f"{self._incarnation}-{self._count}"
         self._count += 1
-        record = bytes(self._value_of(value))
         self._pending.put(ident, _ATTEMPT.pack(0) + record)
         self._submit(key, ident, record, 0)
         self._arm(key, ctx)
@@ -139,8 +145,9 @@ class Offload(KeyedProcessFunction):
 
 
 def slot_keys(count: int, max_parallelism: int = MAX_PARALLELISM) -> list[int]:
-    """INT keys, one a slot, that spread evenly over the subtasks at every parallelism up to `count`.
+    """INT keys, one a slot, that spread evenly over the subtasks at every parallelism up to `count`: their numbers differ by one at most.
 
+    For more than 20 slots that are no power of two, the granularity of key groups can make it two.
     Slot i goes to another subtask than slot i + 1 as far as the parallelism allows, so that records dealt out in turn keep all
     subtasks equally busy. Holds for `key_by(selector, Types.INT())` of PyFlink, whose key in Java is a row of one field. Raises
     ValueError if there are more slots than key groups.

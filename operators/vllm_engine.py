@@ -7,13 +7,8 @@ vLLM's own weight loaders, and tensor parallelism goes through vLLM's executor; 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
-import os
-import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,9 +27,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from operators import weights as files
+from operators.loader import LoadedWeights
 from operators.rollouts import Sampled
-from schemas.records import Weights
 from schemas.settings import GenerationSettings
 
 BACKEND = "pipelinerl"
@@ -112,7 +106,7 @@ class VLLMEngine:
         self._llm.abort_request(idents)
         return sampled
 
-    def write(self, weights: LoadedFile) -> None:
+    def write(self, weights: LoadedWeights) -> None:
         # In this process the tensors are passed as they are; workers of other processes read the same file.
         info = {"tensors": weights.tensors} if self._in_process else {"path": weights.path}
         try:
@@ -220,71 +214,3 @@ def _read(path: str) -> Iterable[tuple[str, torch.Tensor]]:
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no dict
             yield name, file.get_tensor(name)
-
-
-class LoadedFile:
-    """`operators.engine.LoadedWeights`: decoded tensors, and a descriptor that keeps the file's bytes whatever becomes of its name."""
-
-    def __init__(self, event: Weights, handle: int, tensors: dict[str, torch.Tensor]):
-        self.event, self._handle, self._tensors = event, handle, tensors
-        self.path = f"/proc/{os.getpid()}/fd/{handle}"
-
-    @property
-    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._tensors.items()
-
-    def release(self) -> None:
-        self._tensors = {}
-
-    def reload(self) -> LoadedFile:
-        local = dataclasses.replace(self.event, uri=self.path)
-        self._tensors = files.decode(local, files.fetch(local))
-        return self
-
-    def close(self) -> None:
-        self.release()
-        os.close(self._handle)
-
-
-class WeightFiles:
-    """Fetches a version and checks it against the model it is for. `load` raises BadWeights before anything is touched."""
-
-    def __init__(self, model: str, dtype: str):
-        self._dtype = dtype
-        self._expected = files.expected_tensors(model)
-        config = json.loads((Path(model) / "config.json").read_text())
-        self._optional = {"lm_head.weight"} if config.get("tie_word_embeddings", False) else set()
-
-    def load(self, event: Weights) -> tuple[LoadedFile, dict[str, float]]:
-        """The weights and {fetch, decode}: milliseconds."""
-        started = time.perf_counter()
-        try:
-            handle, buffer = self._fetch(event)
-        except OSError as e:
-            raise files.BadWeights(f"version {event.version} (epoch {event.epoch}) cannot be read from {event.uri}: {e}") from e
-        fetched = time.perf_counter()
-        try:
-            tensors = files.decode(event, buffer)
-            expected = {n: shape for n, shape in self._expected.items() if n in tensors or n not in self._optional}
-            offered = {n: t for n, t in tensors.items() if n in expected or n not in self._optional}
-            files.check(expected, offered, self._dtype, f"version {event.version} (epoch {event.epoch}) at {event.uri}")
-        except BaseException:
-            os.close(handle)
-            raise
-        decoded = time.perf_counter()
-        return LoadedFile(event, handle, offered), {"fetch": (fetched - started) * 1000, "decode": (decoded - fetched) * 1000}
-
-    def _fetch(self, event: Weights) -> tuple[int, bytearray]:
-        if "://" not in event.uri:
-            handle = os.open(event.uri, os.O_RDONLY)
-            with contextlib.ExitStack() as undo:
-                undo.callback(os.close, handle)
-                buffer = files.fetch(event)
-                undo.pop_all()
-            return handle, buffer
-        buffer = files.fetch(event)
-        with tempfile.TemporaryFile(prefix="pipelinerl-weights-") as file:  # nameless: nothing is left behind
-            file.write(buffer)
-            file.flush()
-            return os.dup(file.fileno()), buffer
-

@@ -1,0 +1,43 @@
+"""What generation and its engine's child process say to each other: kinds of frames, and how their payloads are laid out."""
+
+from __future__ import annotations
+
+import struct
+
+#: Frames to the child: a sample, a version on offer, the word that all versions on offer at the start have been said.
+SUBMIT, OFFER, SERVE = 1, 2, 3
+#: Frames from it: the engine is loaded, a rollout, an ack record, measures as JSON.
+READY, RESULT, ACK, STATS = 1, 2, 3, 4
+
+_SUBMIT = struct.Struct("<HI")  # length of the ident, attempt
+_OFFER = struct.Struct("<d")  # heard at, seconds since the epoch
+_RESULT = struct.Struct("<HH")  # lengths of ident and group id
+
+
+def pack_submit(ident: str, attempt: int, record: bytes) -> bytes:
+    return _SUBMIT.pack(len(ident), attempt) + ident.encode() + record
+
+
+def unpack_submit(payload: bytes) -> tuple[str, int, bytes]:
+    length, attempt = _SUBMIT.unpack_from(payload)
+    at = _SUBMIT.size + length
+    return payload[_SUBMIT.size:at].decode(), attempt, payload[at:]
+
+
+def pack_offer(heard_at: float, event: bytes) -> bytes:
+    return _OFFER.pack(heard_at) + event
+
+
+def unpack_offer(payload: bytes) -> tuple[float, bytes]:
+    return _OFFER.unpack_from(payload)[0], payload[_OFFER.size:]
+
+
+def pack_result(ident: str, group_id: str, rollout: bytes) -> bytes:
+    name, group = ident.encode(), group_id.encode()
+    return _RESULT.pack(len(name), len(group)) + name + group + rollout
+
+
+def unpack_result(payload: bytes) -> tuple[str, bytes, bytes]:
+    name, group = _RESULT.unpack_from(payload)
+    at = _RESULT.size + name
+    return payload[_RESULT.size:at].decode(), payload[at:at + group], payload[at + group:]
