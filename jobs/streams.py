@@ -51,7 +51,7 @@ def _configuration(settings: Settings) -> Configuration:
         "execution.buffer-timeout.interval": "1 ms",
         "restart-strategy.type": "fixed-delay",
         "restart-strategy.fixed-delay.attempts": str(f.restart_attempts),
-        "restart-strategy.fixed-delay.delay": f"{f.restart_delay_s} s",
+        "restart-strategy.fixed-delay.delay": f"{int(f.restart_delay_s * 1000)} ms",
         "execution.checkpointing.externalized-checkpoint-retention": "RETAIN_ON_CANCELLATION",
     }.items():
         conf.set_string(key, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import os
 import signal
 import struct
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 HEADER = struct.Struct("<IB")
 CONFIG = 0  # kind of the first frame a child receives: its configuration as JSON
 STDERR_LINES = 30
+
+log = logging.getLogger(__name__)
 
 
 class ChildDied(RuntimeError):
@@ -91,7 +94,7 @@ class Child:
         for line in self.process.stderr:
             text = line.decode(errors="replace").rstrip()
             self._stderr.append(text)
-            print(text, file=sys.stderr, flush=True)
+            log.warning(text)
 
 
 def frames(stream) -> Iterator[tuple[int, bytes]]:

@@ -7,8 +7,8 @@ drained by processing-time timers. It does not know what a record or an answer i
 
 from __future__ import annotations
 
+import logging
 import struct
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ from operators.lifeline import die_with_parent
 
 MAX_PARALLELISM = 128
 _ATTEMPT = struct.Struct("<I")  # in front of each record in the state
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Offload(KeyedProcessFunction):
         for ident, outputs in self._service.drain():
             owner = self._key_of.pop(ident, None)
             if owner is None:  # a second answer: the first one has left
-                print(f"offload: a second answer for record {ident} is dropped", file=sys.stderr, flush=True)
+                log.warning(f"offload: a second answer for record {ident} is dropped")
                 continue
             self._answers.setdefault(owner, []).append((ident, outputs))
         for ident, outputs in self._answers.pop(key, ()):

@@ -7,12 +7,13 @@ What could not be logged waits in a bounded queue and is sent when the server is
 from __future__ import annotations
 
 import collections
+import logging
 import os
-import sys
 import threading
 import time
 
 from kafka import TopicPartition
+
 from operators.log import consumer, follow
 from schemas.record import decode
 from schemas.records import Ack
@@ -21,6 +22,8 @@ from schemas.topics import ACKS, topic
 
 QUEUED_STEPS = 10_000
 RUN_TAG = "pipelinerl.run_id"
+
+log = logging.getLogger(__name__)
 
 
 def client(settings: Settings):
@@ -83,7 +86,7 @@ class Tracker:
             self._wake.notify()
         self._thread.join(timeout_s)
         if self._queue or self.dropped:
-            print(f"mlflow: {len(self._queue) + self.dropped} steps were not logged; they are in the steps topic", file=sys.stderr, flush=True)
+            log.warning(f"mlflow: {len(self._queue) + self.dropped} steps were not logged; they are in the steps topic")
 
     def _mlflow(self):
         mlflow = client(self._settings)
@@ -110,8 +113,7 @@ class Tracker:
             except (MlflowException, OSError) as e:
                 if self._closing:
                     return
-                print(f"mlflow at {self._settings.mlflow.uri} is away ({type(e).__name__}); training goes on, {len(self._queue)} steps wait",
-                      file=sys.stderr, flush=True)
+                log.warning(f"mlflow at {self._settings.mlflow.uri} is away ({type(e).__name__}); training goes on, {len(self._queue)} steps wait")
                 with self._wake:
                     self._wake.wait_for(lambda: self._closing, timeout=pause)
                 pause = min(pause * 2, 30.0)
