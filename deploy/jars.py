@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 #: over all of them: kafka-clients 3.9 beside a broker 4.4.
 KAFKA = "org.apache.kafka:kafka_2.13:4.4.0!+org.apache.logging.log4j:log4j-slf4j-impl:2.25.5!"
 CONNECTOR = "org.apache.flink:flink-sql-connector-kafka:5.0.0-2.2!"
+#: The connector carries its Kafka client but not what that needs to read and write zstd.
+ZSTD = "com.github.luben:zstd-jni:1.5.7-17!"
 #: Java versions Flink 2.3 is released for.
 JAVA_VERSIONS = range(17, 22)
 
@@ -45,9 +47,21 @@ def kafka_jars() -> list[Path]:
 
 
 def connector_jar() -> Path:
-    """Flink's Kafka connector, one jar with everything in it. Raises JarsAway."""
-    jars = resolve(CONNECTOR)
-    return next(j for j in jars if j.name.startswith("flink-sql-connector-kafka"))
+    """Flink's Kafka connector and zstd as the one jar that `flink run --jarfile` takes. Raises JarsAway."""
+    parts = [j for j in resolve(CONNECTOR) if j.name.startswith("flink-sql-connector-kafka")] + resolve(ZSTD)
+    whole = parts[0].parent / "pipelinerl-connector.jar"
+    if not whole.exists():
+        building = whole.with_name(f"{whole.name}.{os.getpid()}")
+        names: set[str] = set()
+        with zipfile.ZipFile(building, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
+            for part in parts:
+                with zipfile.ZipFile(part) as jar:
+                    for entry in jar.infolist():
+                        if entry.filename not in names and not entry.is_dir():
+                            names.add(entry.filename)
+                            out.writestr(entry.filename, jar.read(entry))
+        building.rename(whole)
+    return whole
 
 
 def resolve(endpoint: str, cache: Path | None = None) -> list[Path]:
