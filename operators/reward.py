@@ -261,7 +261,8 @@ class RewardService:
             if time_now - worker.waiting_since < LOAD_TIMEOUT_S:
                 return
             if not worker.sent:
-                raise GradersDoNotStart(f"a grading process is not ready after {LOAD_TIMEOUT_S:g} s: a module of {self._modules} hangs at import")
+                raise GradersDoNotStart(f"a grading process is not ready after {LOAD_TIMEOUT_S:g} s: "
+                                        f"a module of {self._modules} hangs at import")
             row = worker.sent.popleft()
             verdict = Verdict("error", cause=f"what the grader imports is not there after {LOAD_TIMEOUT_S:g} s")
         else:
@@ -314,7 +315,8 @@ class RewardService:
         self.counts[verdict.status if verdict.graded else "ungraded"] += 1
         if verdict.cause is not None:
             group, sample, task = (record.rollouts.column(n)[index].as_py() for n in ("group_id", "sample_index", "task"))
-            print(f"reward: sample {sample} of {group} (task {task}) has no reward: {verdict.status}: {verdict.cause}", file=sys.stderr, flush=True)
+            print(f"reward: sample {sample} of {group} (task {task}) has no reward: {verdict.status}: {verdict.cause}",
+                  file=sys.stderr, flush=True)
         record.verdicts[index] = verdict
         record.missing -= 1
         if not record.missing:

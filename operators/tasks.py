@@ -1,7 +1,7 @@
 """The registry of graders: what a completion is worth, in components whose sum is the reward.
 
-`grade` runs in the main thread of a grading process (`operators.grader`), which may be killed at any moment; a grader may therefore be slow,
-use SIGALRM or never return, and must keep nothing that matters. Three things are kept apart:
+`grade` runs in the main thread of a grading process (`operators.grader`), which may be killed at any moment; a grader may therefore be
+slow, use SIGALRM or never return, and must keep nothing that matters. Three things are kept apart:
 
 - a wrong answer is worth 0, and so is a completion in which no answer can be found;
 - `ParseError`: what the grader was given cannot be read (no answer, malformed metadata, mathematics that its parser chokes on);
@@ -150,7 +150,7 @@ def _guarded(what: str, run: Callable[[], Any]) -> Any:
 
 
 def entry_metadata(name: str, entry: dict, config: dict | None = None) -> str:
-    """`task_metadata` of a reasoning-gym prompt: JSON from which the grader has the data set's entry again, with tuples and integer keys."""
+    """`task_metadata` of a reasoning-gym prompt: JSON from which the grader rebuilds the data set's entry, tuples and integer keys included."""
     return json.dumps({"config": config or {}, "entry": _tag({**entry, "metadata": dict(entry["metadata"])})}, separators=(",", ":"))
 
 

@@ -67,7 +67,8 @@ def test_a_task_of_ones_own():
 
 
 # reasoning-gym: its own score of its own answer must survive the way through JSON. arc_agi needs tuples, graph_color integer keys.
-@pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "basic_arithmetic", "arc_agi", "rearc", "countdown", "maze", "mini_sudoku", "zebra_puzzles"])
+@pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "basic_arithmetic", "arc_agi", "rearc", "countdown", "maze", "mini_sudoku",
+                                  "zebra_puzzles"])
 def test_reasoning_gym_scores_its_own_answer_as_it_does_itself(name):
     dataset = reasoning_gym_dataset(name, size=2, seed=7)
     entry = dataset[1]
@@ -85,7 +86,8 @@ def test_a_reasoning_gym_entry_is_rebuilt_exactly():
     assert tasks._untag(json.loads(entry_metadata("graph_color", entry))["entry"]) == entry
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"entry": None}, {"entry": {"answer": "4"}}, {"entry": {"answer": "4", "metadata": {}}, "config": 3}])
+@pytest.mark.parametrize("metadata", [None, {}, {"entry": None}, {"entry": {"answer": "4"}},
+                                      {"entry": {"answer": "4", "metadata": {}}, "config": 3}])
 def test_reasoning_gym_without_its_entry_is_a_parse_error(metadata):
     with pytest.raises(ParseError, match="task_metadata"):
         grade("reasoning_gym/chain_sum", "4", "4", metadata)
