@@ -7,6 +7,7 @@ The cluster is the local stack's, or any that `stack.flink_rest` names. Submitti
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from deploy import rest
 from deploy.jars import connector_jar, java_home
-from deploy.services import HOST, flink_classpath, flink_env, flink_java_options
+from deploy.services import HOST, flink_classpath, flink_env, flink_java_options, with_bytecode
 from schemas.settings import Settings
 
 PACKAGES = ("schemas", "operators", "jobs", "deploy")
@@ -38,20 +39,22 @@ def address(settings: Settings) -> str:
 
 
 def package(out: Path, packages: tuple[str, ...] = PACKAGES) -> Path:
-    """The project as a zip for `flink run -pyfs`: its packages and nothing else of the folder they lie in. The same sources give the same bytes."""
+    """The project as a zip for `flink run -pyfs`: its packages, and nothing else of the folder they lie in.
+
+    The same sources give the same bytes.
+    """
     out = Path(out).absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=out.parent, prefix=out.name, delete=False) as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name in packages:
-                folder = Path(importlib.util.find_spec(name).origin).parent
-                for path in sorted(folder.rglob("*.py")):
-                    entry = zipfile.ZipInfo(f"{name}/{path.relative_to(folder).as_posix()}", (1980, 1, 1, 0, 0, 0))
-                    entry.external_attr = 0o644 << 16
-                    entry.compress_type = zipfile.ZIP_DEFLATED
-                    archive.writestr(entry, path.read_bytes())
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, out)  # whole or not at all: several submits may build it at once
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in packages:
+            folder = Path(importlib.util.find_spec(name).origin).parent
+            for path in sorted(folder.rglob("*.py")):
+                entry = zipfile.ZipInfo(f"{name}/{path.relative_to(folder).as_posix()}", (1980, 1, 1, 0, 0, 0))
+                entry.external_attr = 0o644 << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, path.read_bytes())
+    _write(out, content.getvalue())
     return out
 
 
@@ -62,28 +65,28 @@ def submit(name: str, settings: Settings, *, from_checkpoint: str | None = None)
     folder = settings.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
-    _write(file, settings.model_dump_json(indent=1))
-    archive = package(folder / "pipelinerl.zip")
-    return submit_module(f"jobs.{name}", archive, ["--settings-json", str(file)], address(settings), folder, from_checkpoint=from_checkpoint)
+    _write(file, settings.model_dump_json(indent=1).encode())
+    arguments = ["--settings-json", str(file)]
+    return submit_module(f"jobs.{name}", package(folder / "pipelinerl.zip"), arguments, address(settings), folder, from_checkpoint)
 
 
-def submit_module(module: str, archive: Path, arguments: list[str], cluster: str, folder: Path, *, from_checkpoint: str | None = None) -> str:
+def submit_module(module: str, archive: Path, arguments: list[str], cluster: str, folder: Path, from_checkpoint: str | None = None) -> str:
     """Submit a Python module out of a zip; `folder` takes the client's log and configuration."""
     rest.request(cluster, "/overview")  # a cluster that is away is said at once, not after the client's own retries
     conf = folder / "flink-client"
     conf.mkdir(parents=True, exist_ok=True)
-    _write(conf / "config.yaml", f"env.java.opts.all: {flink_java_options()}\n")
+    _write(conf / "config.yaml", f"env.java.opts.all: {flink_java_options()}\n".encode())
     host, port = cluster.rsplit(":", 1)
     java = java_home()
     command = [
-        str(java / "bin" / "java"), "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto",
-        *flink_java_options().split(), "-Dlog4j2.StatusLogger.level=OFF", "-cp", flink_classpath(), "org.apache.flink.client.cli.CliFrontend",
+        str(java / "bin" / "java"), "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData",
+        *flink_java_options().split(), "-cp", flink_classpath(), "org.apache.flink.client.cli.CliFrontend",
         "run", "-d", "-t", "remote", "-D", f"rest.address={host}", "-D", f"rest.port={port}",
         *(["-s", from_checkpoint] if from_checkpoint else []),
         "-pyfs", str(archive), "-pym", module, "-pyexec", sys.executable, "-pyclientexec", sys.executable,
         "--jarfile", str(connector_jar()), *arguments,
     ]
-    env = flink_env(dict(os.environ), conf) | {"JAVA_HOME": str(java), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    env = flink_env(with_bytecode(dict(os.environ)), conf) | {"JAVA_HOME": str(java)}
     log = folder / f"submit-{module.rsplit('.', 1)[-1]}.log"
     with log.open("w") as out:
         try:
@@ -98,10 +101,12 @@ def submit_module(module: str, archive: Path, arguments: list[str], cluster: str
     return found[1]
 
 
-def _write(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.{os.getpid()}.{id(text)}")
-    new.write_text(text)
-    new.replace(path)
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: three submits may write the same file at once."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
 
 
 def _cause(said: str, count: int = 20) -> str:

@@ -68,11 +68,17 @@ def environment(folder: Path, java: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": env.get("VLLM_LOGGING_LEVEL", "WARNING"), "DO_NOT_TRACK": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    if env.pop("PYTHONDONTWRITEBYTECODE", None):
-        # The user wants no bytecode beside the sources; without any, each worker, engine and rank compiles torch anew (half its start).
-        env.setdefault("PYTHONPYCACHEPREFIX", str(cache_dir() / "pycache"))
     if not has_gpu():
         env |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+    return with_bytecode(env)
+
+
+def with_bytecode(env: dict[str, str]) -> dict[str, str]:
+    """Where the user wants no bytecode beside the sources it goes to the cache folder. Without any, each worker, engine and rank
+    compiles torch anew, which is half of its start."""
+    env = dict(env)
+    if env.pop("PYTHONDONTWRITEBYTECODE", None):
+        env.setdefault("PYTHONPYCACHEPREFIX", str(cache_dir() / "pycache"))
     return env
 
 
@@ -143,7 +149,7 @@ def _kafka(settings: StackSettings, java: Path, env: dict[str, str]) -> Spec:
     properties = folder / "server.properties"
     properties.write_text("".join(f"{k}={v}\n" for k, v in kafka_properties(settings).items()))
     classpath = ":".join(map(str, kafka_jars()))
-    options = _log4j(folder / "log4j2.properties", logs[0], "WARN", **{"kafka.server": "INFO", "org.apache.kafka.common.utils.AppInfoParser": "INFO"})
+    options = _log4j(folder / "log4j2.properties", logs[0], "WARN", **{"kafka.server": "INFO"})
     run = _java(java, 512, *options, "-cp", classpath)
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
     form = [*run, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(properties)]
@@ -221,7 +227,8 @@ def flink_configuration(settings: StackSettings) -> dict[str, object]:
         # A task manager that is gone refuses connections, which two heartbeats notice; one that is only slow on busy cores is left alone.
         "heartbeat.interval": 2000, "heartbeat.timeout": 30000, "heartbeat.rpc-failure-threshold": 2,
         # Both managers start at once: the first attempt to register comes too early, the next must not wait for 10 s.
-        "cluster.registration.initial-timeout": 200, "cluster.registration.error-delay": 300, "cluster.registration.refused-registration-delay": 300,
+        "cluster.registration.initial-timeout": 200, "cluster.registration.error-delay": 300,
+        "cluster.registration.refused-registration-delay": 300,
     }
 
 
@@ -268,8 +275,9 @@ def _slots(address: str) -> int | None:
 
 def _mlflow(settings: StackSettings, env: dict[str, str]) -> Spec:
     # -P: this folder must not come before site-packages in the server's path.
-    command = [sys.executable, "-P", str(Path(__file__).with_name("mlflow_server.py")), str(settings.mlflow_port), str(settings.dir / "mlflow")]
-    return Spec("mlflow", settings.mlflow_port, command, env, _logs(settings, "mlflow")[1:], lambda: _healthy(settings.mlflow_port))
+    port, program = settings.mlflow_port, Path(__file__).with_name("mlflow_server.py")
+    command = [sys.executable, "-P", str(program), str(port), str(settings.dir / "mlflow")]
+    return Spec("mlflow", port, command, env, _logs(settings, "mlflow")[1:], lambda: _healthy(port))
 
 
 def _healthy(port: int) -> bool:

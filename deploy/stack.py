@@ -72,6 +72,8 @@ class Stack:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         self.logs.mkdir(exist_ok=True)
+        while self._is_held() and self._is_abandoned():
+            time.sleep(0.02)
         started = not self._is_held()
         if started:
             self._refuse_taken_ports()
@@ -105,7 +107,7 @@ class Stack:
 
     def status(self) -> list[Service]:
         """Every service of the stack, also those that are down."""
-        state = self._state() if self._is_held() else None
+        state = self._state() if self._is_held() and not self._is_abandoned() else None
         known = {s["name"]: s for s in state["services"]} if state else {}
         numbers = ports(self.settings)
         rows = {"kafka": numbers["kafka_port"], "jobmanager": numbers["flink_rest_port"], "taskmanager": numbers["flink_rpc_port"],
@@ -152,6 +154,16 @@ class Stack:
             os.close(fd)
         return fd is None
 
+    def _is_abandoned(self) -> bool:
+        """Whether the supervisor was killed: the lock is held by its guard, for a moment, until the folder is clean."""
+        state = self._state()
+        if state is None:
+            return False
+        try:
+            return psutil.Process(state["pid"]).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
     def _state(self) -> dict | None:
         try:
             return json.loads((self.folder / STATE).read_text())
@@ -178,9 +190,10 @@ class Stack:
             time.sleep(0.02)
 
     def _refuse_taken_ports(self) -> None:
-        taken = [f"port {port} (stack.{name}) is taken by {_listener(port)}" for name, port in ports(self.settings).items() if _is_taken(port)]
-        numbers = list(ports(self.settings).values())
-        taken += [f"port {p} is given to more than one of {', '.join(ports(self.settings))}" for p in set(numbers) if numbers.count(p) > 1]
+        wanted = ports(self.settings)
+        taken = [f"port {port} (stack.{name}) is taken by {_listener(port)}" for name, port in wanted.items() if _is_taken(port)]
+        numbers = list(wanted.values())
+        taken += [f"port {p} is given to more than one of {', '.join(wanted)}" for p in sorted(set(numbers)) if numbers.count(p) > 1]
         if taken:
             raise StackError("\n".join(taken) + "\nstop it, or give the stack another port; nothing was started")
 

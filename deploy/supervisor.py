@@ -1,8 +1,9 @@
 """The process that owns the local stack: `python -m deploy.supervisor SETTINGS_JSON OWNER_PID`.
 
 It promises that nothing outlives it. The services die with it, also when it is killed (parent-death signal); what a killed service
-leaves behind falls to it (child subreaper) and is killed; and it ends itself when its owner does, whose end it sees in the end of
-its standard input and in its parent's pid. A service that ends is started again, at most MAX_RESTARTS times in RESTART_WINDOW_S.
+leaves behind falls to it (child subreaper) and is killed; what it leaves behind itself, a guard kills; and it ends itself when its
+owner does, whose end it sees in the end of its standard input and in its parent's pid. A service that ends is started again, at most
+MAX_RESTARTS times in RESTART_WINDOW_S.
 
 It holds a lock on the stack's folder while it lives and says in `state.json` what it knows; both are all that others see of it.
 """
@@ -64,6 +65,7 @@ class Failed(RuntimeError):
 class Supervisor:
     def __init__(self, settings: StackSettings, owner: int | None):
         self.settings, self.owner = settings, owner
+        self._guard = guard(settings.dir)
         self.services: list[Running] = []
         self.phase = "starting"
         self.error: str | None = None
@@ -139,7 +141,7 @@ class Supervisor:
                 continue  # an orphan of a service
             ended = True
             service.process.returncode = os.waitstatus_to_exitcode(status)
-            kill_orphans({s.process.pid for s in self.services})
+            self._kill_orphans()
             if self._stopping:
                 continue
             how = _how(service.process.returncode)
@@ -196,10 +198,16 @@ class Supervisor:
                         log.warning("%s does not end: killing it", s.spec.name)
                         s.process.send_signal(signal.SIGKILL)
                 self._step(0.05)
-        kill_orphans(set())
+        self._kill_orphans()
         kill_strays(self.settings.dir)
         self._write_state()
         log.info("stopped")
+
+    def _kill_orphans(self) -> None:
+        """Kill all below this process that does not descend from a service: the workers of a dead task manager, and theirs."""
+        ours = {self._guard, *(s.process.pid for s in self.services)}
+        while orphans := [c for c in psutil.Process().children() if c.pid not in ours and c.status() != psutil.STATUS_ZOMBIE]:
+            kill([p for o in orphans for p in [*o.children(recursive=True), o]])
 
     def _write_state(self) -> None:
         state = {"pid": os.getpid(), "phase": self.phase, "error": self.error, "settings": self.settings.model_dump(mode="json"),
@@ -222,18 +230,6 @@ def _how(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
 
-def kill_orphans(services: set[int]) -> None:
-    """Kill every descendant of this process that does not descend from a service: the workers of a dead task manager, and theirs."""
-    me = psutil.Process()
-    while orphans := [c for c in me.children() if c.pid not in services and c.status() != psutil.STATUS_ZOMBIE]:
-        for orphan in orphans:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [*orphan.children(recursive=True), orphan]:
-                    log.info("killing pid %d, left behind: %s", process.pid, command_line(process))
-                    process.kill()
-        psutil.wait_procs(orphans, timeout=5)
-
-
 def strays(folder: Path) -> list[psutil.Process]:
     """Processes of the stack in `folder`, whoever their parents are; not this one."""
     found = []
@@ -244,14 +240,36 @@ def strays(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def kill_strays(folder: Path) -> None:
-    """Kill what an earlier stack in the folder left behind, if anything."""
-    found = strays(folder)
-    for process in found:
+def kill_strays(folder: Path, timeout_s: float = 10.0) -> None:
+    """Kill what a stack in the folder left behind, and what that starts meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while (found := strays(folder)) and time.monotonic() < deadline:
+        kill(found)
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             log.warning("killing pid %d, left behind: %s", process.pid, command_line(process))
             process.kill()
-    psutil.wait_procs(found, timeout=5)
+    time.sleep(0.02)  # their parents may leave them as zombies: gone is who is found no more
+
+
+def guard(folder: Path) -> int:
+    """Fork a process that waits for the end of this one, kills whatever of the stack is left then, and ends; its pid.
+
+    Flink's workers are children of the task manager, which the parent-death signal takes away without asking it. The guard shares
+    this process's lock, so that the folder is free only when it is clean.
+    """
+    read, write = os.pipe()
+    if pid := os.fork():
+        os.close(read)
+        return pid
+    os.close(write)
+    os.setsid()  # a signal to this process's group does not reach it
+    os.read(read, 1)
+    kill_strays(folder)
+    os._exit(0)
 
 
 def command_line(process: psutil.Process, width: int = 100) -> str:
