@@ -15,7 +15,8 @@ _RESULT = struct.Struct("<HH")  # lengths of ident and group id
 
 
 def pack_submit(ident: str, attempt: int, record: bytes) -> bytes:
-    return _SUBMIT.pack(len(ident), attempt) + ident.encode() + record
+    name = ident.encode()
+    return _SUBMIT.pack(len(name), attempt) + name + record
 
 
 def unpack_submit(payload: bytes) -> tuple[str, int, bytes]:

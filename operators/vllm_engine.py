@@ -32,8 +32,6 @@ from operators.rollouts import Sampled
 from schemas.settings import GenerationSettings
 
 BACKEND = "pipelinerl"
-# The reload warns at each update of layers that have no weights of their own to load (rotary embeddings, a tied head).
-logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
 
 
 class VLLMEngine:
@@ -146,6 +144,8 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._tied = _tied_head(self.model)
+        # The reload warns at each update of layers that have no weights of their own to load (rotary embeddings, a tied head).
+        logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
 
     def start_weight_update(self) -> None:
         layerwise.initialize_layerwise_reload(self.model)

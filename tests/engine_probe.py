@@ -1,0 +1,193 @@
+"""The engine's loop around a real vLLM engine, one turn at a time: run as a process of its own by test_engine.py.
+
+    python -m tests.engine_probe MODEL_A MODEL_B FOLDER
+
+Prints one JSON line a result: {"name": ..., "rollouts": [base64], "acks": [base64]}.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import time
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from operators.engine import EngineLoop
+from operators.engine_frames import ACK, RESULT, unpack_result
+from operators.loader import Arrival, WeightFiles
+from operators.rollouts import Rollouts, tokenizer_digest
+from operators.vllm_engine import VLLMEngine
+from operators.weights import BadWeights, publish
+from schemas.record import encode
+from schemas.records import Dispatch, Weights, now
+from schemas.settings import GenerationSettings
+from tests.records import prompt
+
+SETTINGS = GenerationSettings(batch=4, max_tokens=24, max_model_len=64, dtype="float32", kv_cache_mb=16, temperature=1.0)
+
+
+class Broken:
+    """Weights whose k-th tensor cannot be read; everything before it has been written by then."""
+
+    def __init__(self, weights, k: int):
+        self._weights, self._k = weights, k
+        self.event, self.path = weights.event, weights.path
+
+    @property
+    def tensors(self):
+        return self
+
+    def __iter__(self):
+        yield from itertools.islice(self._weights.tensors, self._k)
+        raise OSError(f"tensor {self._k} is torn")
+
+    def close(self):
+        self._weights.close()
+
+
+class DirectLoader:
+    """Loads in `offer`, so that a test knows between which turns a version arrives."""
+
+    def __init__(self, files: WeightFiles):
+        self._files, self._arrivals, self.broken_at = files, [], None
+
+    def offer(self, event, heard_at):
+        try:
+            weights, phases = self._files.load(event)
+        except BadWeights as e:
+            self._arrivals.append(Arrival(event, heard_at, {}, cause=str(e)))
+            return
+        if self.broken_at is not None:
+            weights = Broken(weights, self.broken_at)
+        self._arrivals.append(Arrival(event, heard_at, phases, weights))
+
+    def take(self):
+        return self._arrivals.pop(0) if self._arrivals else None
+
+
+class Probe:
+    def __init__(self, engine: VLLMEngine, model: str, mode: str = "reuse_partial", max_lag: int = 100):
+        self.loader = DirectLoader(WeightFiles(model, SETTINGS.dtype))
+        rollouts = Rollouts(SETTINGS.model_copy(update={"kv_cache_mode": mode}), run_id="r", generator_id="g", engine=engine.name,
+                            tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(model), stop_ids=engine.stop_ids)
+        self.loop = EngineLoop(engine, rollouts, self.loader, self._send, run_id="r", generator_id="g", capacity=SETTINGS.batch,
+                               max_lag=max_lag, kv_cache_mode=mode)
+        self.rollouts: list[bytes] = []
+        self.acks: list[bytes] = []
+        self.count = 0
+
+    def _send(self, kind: int, payload: bytes) -> None:
+        if kind == RESULT:
+            self.rollouts.append(unpack_result(payload)[2])
+        elif kind == ACK:
+            self.acks.append(payload)
+
+    def submit(self, text: str) -> None:
+        self.count += 1
+        self.loop.submit(f"{self.count}", 0, encode([Dispatch(
+            admission=self.count, group_id=f"d/0/{self.count}", sample_index=0, group_size=1, attempt=0, min_version=0, policy_version=0,
+            prompt=encode([prompt(self.count, prompt=text)]), dispatched_at=now())]))
+
+    def offer(self, event: Weights) -> None:
+        self.loop.offer(event, time.time())
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.loop.turn()
+
+    def finish(self) -> None:
+        while len(self.rollouts) < self.count:
+            self.loop.turn()
+
+    def report(self, name: str) -> None:
+        text = {"name": name} | {k: [base64.b64encode(b).decode() for b in getattr(self, k)] for k in ("rollouts", "acks")}
+        print(json.dumps(text), flush=True)
+
+
+def main(model_a: str, model_b: str, folder: str) -> None:
+    from safetensors.torch import load_file
+
+    a, b = (load_file(f"{m}/model.safetensors") for m in (model_a, model_b))
+    versions = itertools.count()
+
+    def event(tensors) -> Weights:
+        return publish(folder, 0, next(versions), tensors, "r", "float32")
+
+    engine = VLLMEngine(SETTINGS, model_a)
+
+    def started(**options) -> Probe:
+        probe = Probe(engine, model_a, **options)
+        probe.offer(event(a))
+        probe.loop.serve()
+        return probe
+
+    for mode in ("reuse", "reuse_partial", "recompute"):
+        probe = started(mode=mode)
+        for text in ("1 + 2 =", "20 + 9 = 29", "7"):
+            probe.submit(text)
+        probe.turns(6)
+        probe.offer(event(b))
+        probe.finish()
+        probe.submit("20 + 9 = 29")  # after the switch: its prefix lies in the cache, computed by the old version
+        probe.finish()
+        probe.report(f"switch {mode}")
+
+    engine._params.seed = 11  # the same request samples the same tokens, as long as the weights are the same
+    probe = started()
+    for tensors in (None, b, a):
+        if tensors is not None:
+            probe.offer(event(tensors))
+        probe.submit("3 + 4 =")
+        probe.finish()
+    probe.report("a b a")
+    engine._params.seed = None
+
+    layout = list(WeightFiles(model_a, SETTINGS.dtype)._expected)
+    for k in (0, 1, len(layout) // 2, len(layout) - 1):
+        probe = started()
+        probe.submit("5 + 6 =")
+        probe.turns(5)
+        probe.loader.broken_at = k
+        probe.offer(event(b))
+        probe.finish()
+        probe.submit("5 + 6 =")
+        probe.finish()
+        probe.loader.broken_at = None
+        probe.offer(event(b))
+        probe.submit("5 + 6 =")
+        probe.finish()
+        probe.report(f"broken {k}")
+
+    probe = started()
+    good = event(b)
+    probe.offer(dataclasses.replace(good, digest="0" * 64))
+    probe.submit("1 + 1 =")
+    probe.finish()
+    probe.report("wrong digest")
+
+    probe = started()
+    probe.submit("1 + 1 = " * 40)
+    probe.submit("1 + 1 =")
+    probe.submit("1 + 1 = " * 11)
+    probe.finish()
+    probe.report("lengths")
+
+    probe = started(max_lag=1)
+    probe.submit("8 + 8 =")
+    probe.turns(4)
+    for tensors in (b, a):
+        probe.offer(event(tensors))
+        probe.turns(1)
+    probe.finish()
+    probe.report("abort")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # the engine's threads have nothing to say any more
