@@ -49,7 +49,8 @@ def make_demo_model(folder: Path, seed: int = 0, *, hidden: int = 64, layers: in
         model = LlamaForCausalLM(LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=context, tie_word_embeddings=False,
-            initializer_range=0.02, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+            initializer_range=0.02, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id))
         _pretrain(model, tokenizer, Random(seed), problem, steps, batch, lr)
     with _whole(folder, replace=True) as making:
         model.save_pretrained(making)

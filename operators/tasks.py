@@ -150,7 +150,7 @@ def _guarded(what: str, run: Callable[[], Any]) -> Any:
 
 
 def entry_metadata(name: str, entry: dict, config: dict | None = None) -> str:
-    """`task_metadata` of a reasoning-gym prompt: JSON from which the grader rebuilds the data set's entry, tuples and integer keys included."""
+    """`task_metadata` of a reasoning-gym prompt: JSON from which the grader rebuilds the entry, with tuples and integer keys."""
     return json.dumps({"config": config or {}, "entry": _tag({**entry, "metadata": dict(entry["metadata"])})}, separators=(",", ":"))
 
 

@@ -37,11 +37,12 @@ def manifest(step: int) -> Manifest:
 def rollout(i: int, generator: str = "g") -> Rollout:
     return Rollout(
         run_id="run", group_id=f"d/0/{i}", sample_index=0, rollout_id=f"r{i}", attempt=0, admission=i, group_size=1, prompt_id="p",
-        prompt_ordinal=i, dataset="d", dataset_pass=0, task="t", token_ids=[1, 2], prompt_length=1, loss_mask=[False, True], rollout_logprobs=[None, -0.5],
-        version_spans=[{"start": 1, "policy_version": 0}], policy_version_admitted=0, finish_reason="stop", truncated=False,
-        eos_sampled=True, sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": i, "max_tokens": 4}, kv_policy="reuse", engine="e",
-        generator_id=generator, weights_digest=f"w{i}", tokenizer_digest="t", completion="x", reward=0.5, reward_components=[("r", 0.5)],
-        turns=[], dispatched_at=now(), finished_at=now())
+        prompt_ordinal=i, dataset="d", dataset_pass=0, task="t", token_ids=[1, 2], prompt_length=1, loss_mask=[False, True],
+        rollout_logprobs=[None, -0.5], version_spans=[{"start": 1, "policy_version": 0}], policy_version_admitted=0,
+        finish_reason="stop", truncated=False, eos_sampled=True,
+        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": i, "max_tokens": 4},
+        kv_policy="reuse", engine="e", generator_id=generator, weights_digest=f"w{i}", tokenizer_digest="t", completion="x",
+        reward=0.5, reward_components=[("r", 0.5)], turns=[], dispatched_at=now(), finished_at=now())
 
 
 def read_file(path):
