@@ -9,6 +9,7 @@ Reads with kafka-python: confluent-kafka takes half the processor time to read, 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import deque
@@ -36,6 +37,8 @@ ORIGIN = [pa.field("kafka_partition", pa.int32(), nullable=False), pa.field("kaf
 GROUP_ROWS, GROUP_BYTES = 10_000, 32 << 20
 FORMATS = (".parquet", ".arrow")
 BAD_SHOWN = 5
+
+log = logging.getLogger(__name__)
 
 
 class NoTopic(LookupError):
@@ -231,7 +234,7 @@ def _sizes(kafka: KafkaSettings) -> dict[str, int]:
     try:
         brokers = admin.describe_log_dirs()
     except KafkaError as e:  # a right that clients need not have
-        print(f"topics: the broker does not tell sizes: {e}", file=sys.stderr)
+        log.warning("the broker does not tell the topics' sizes: %s", e)
         return {}
     finally:
         admin.close()

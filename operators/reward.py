@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import queue
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -36,6 +36,8 @@ LOOK_AHEAD_S = 0.05  # a child gets rows for about two ticks, so that it never i
 MAX_WINDOW = 128  # rows
 MAX_START_FAILURES = 3
 PIPE_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
 
 
 class GradersDoNotStart(RuntimeError):
@@ -315,8 +317,7 @@ class RewardService:
         self.counts[verdict.status if verdict.graded else "ungraded"] += 1
         if verdict.cause is not None:
             group, sample, task = (record.rollouts.column(n)[index].as_py() for n in ("group_id", "sample_index", "task"))
-            print(f"reward: sample {sample} of {group} (task {task}) has no reward: {verdict.status}: {verdict.cause}",
-                  file=sys.stderr, flush=True)
+            log.warning("sample %s of %s (task %s) has no reward: %s: %s", sample, group, task, verdict.status, verdict.cause)
         record.verdicts[index] = verdict
         record.missing -= 1
         if not record.missing:
