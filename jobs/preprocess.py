@@ -19,7 +19,6 @@ from pyflink.datastream import StreamExecutionEnvironment
 
 from jobs.streams import keyed_bytes, run_job, sink, source
 from operators.offload import slot_keys
-from operators.reference import reference
 from operators.reward import reward
 from operators.sequencer import SequencerFunction
 from schemas.record import read
@@ -39,6 +38,8 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
         .name("reward").uid("reward").set_parallelism(settings.reward.parallelism)
     )
     if settings.reference.enabled:
+        from operators.reference import reference
+
         scored = (
             scored.key_by(lambda value: reference_slots[zlib.crc32(value) % len(reference_slots)], Types.INT())
             .process(reference(settings), output_type=octets)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as Partition
+from kafka import TopicPartition
 
 from jobs import report
 from jobs.progress import Display, Progress
-from kafka import TopicPartition
 from operators.accounting import Accounts, account_topics
 from operators.log import Writer, consumer, ends, ensure_topics, follow
 from schemas.record import decode, encode, name_of

@@ -14,12 +14,15 @@ if __package__ in (None, ""):  # run as a file: `flink run -py jobs/train.py`
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from functools import partial
+
 from pyflink.common import Row, Types
 from pyflink.datastream import StreamExecutionEnvironment
 from pyflink.datastream.functions import FlatMapFunction
 
 from jobs.streams import run_job, source
 from operators.dead import DeadLetters
+from operators.tracking import RunListener
 from operators.training import RankFunction
 from schemas.record import BadRecord, decode, name_of, read
 from schemas.records import Control, Manifest, Sequence
@@ -56,7 +59,7 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
     octets = Types.PRIMITIVE_ARRAY(Types.BYTE())
     routed = source(env, settings, BATCHES, CONTROL).flat_map(Route(settings), output_type=Types.ROW([Types.INT(), octets])).name("route")
     ranked = routed.partition_custom(lambda key, _: key, lambda row: row[0])
-    ranked.process(RankFunction(settings), output_type=octets).name("training").uid("training").set_parallelism(settings.training.ranks)
+    ranked.process(RankFunction(settings, partial(RunListener, settings)), output_type=octets).name("training").uid("training").set_parallelism(settings.training.ranks)
 
 
 if __name__ == "__main__":

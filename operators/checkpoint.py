@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
-import sys
 from pathlib import Path
 
 MARKER = "complete.json"
+
+log = logging.getLogger(__name__)
 
 
 class BadCheckpoint(RuntimeError):
@@ -44,7 +46,7 @@ def markers(folder: Path) -> list[tuple[Path, Marker]]:
         try:
             found.append((path.parent, Marker(**json.loads(path.read_text()))))
         except (ValueError, TypeError) as e:
-            print(f"checkpoint {path.parent}: its marker is damaged ({e}): skipped", file=sys.stderr, flush=True)
+            log.warning(f"checkpoint {path.parent}: its marker is damaged ({e}): skipped")
     return sorted(found, key=lambda f: -f[1].version)
 
 

@@ -16,6 +16,7 @@ import collections
 import heapq
 import itertools
 import json
+import logging
 import os
 import sys
 import threading
@@ -36,6 +37,8 @@ from schemas.settings import GenerationSettings
 STATS_EVERY_S = 0.25
 HEARTBEAT_S = 5.0  # measures are said this often even if they stay the same
 FRAMES_A_TURN = 8  # while sequences are in flight, new frames must not hold up the next step
+
+log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -221,7 +224,7 @@ class EngineLoop:
     def _restore(self, previous: LoadedWeights | None, cause: str) -> None:
         if previous is None:
             return  # nothing has been served yet, and nothing will be before a version is held
-        print(f"engine: {cause}; version {previous.event.version} is written again", file=sys.stderr, flush=True)
+        log.warning(f"engine: {cause}; version {previous.event.version} is written again")
         try:
             self._write(previous.reload())
         except Exception as e:

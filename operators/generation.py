@@ -14,9 +14,9 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +37,8 @@ from schemas.topics import ACKS, WEIGHTS, topic
 POLL_MS = 100
 SILENCE_S = 300.0  # an engine says its measures every few seconds; one that says nothing this long hangs
 GAUGES = ("in_flight", "waiting", "held_version", "generated_tokens")
+
+log = logging.getLogger(__name__)
 
 
 class GenerationFailed(RuntimeError):
@@ -106,7 +108,7 @@ class EngineService:
                 raise GenerationFailed(self._failure)
             if self._ready and self._clock() - self._heard_at > SILENCE_S:
                 self._heard_at = self._clock()
-                print(f"generation: the engine has said nothing for {SILENCE_S:g} s and is killed", file=sys.stderr, flush=True)
+                log.warning(f"generation: the engine has said nothing for {SILENCE_S:g} s and is killed")
                 self._child.kill()
 
     def close(self) -> None:
@@ -183,7 +185,7 @@ class EngineService:
                 self._failure = (f"the engine died {len(self._deaths)} times within {self._window:g} s, more than generation.max_restarts "
                                  f"({self._max_restarts}) allows; the last time: {cause}")
                 return
-            print(f"generation: {cause}; another engine is started for {len(self._open)} open samples", file=sys.stderr, flush=True)
+            log.warning(f"generation: {cause}; another engine is started for {len(self._open)} open samples")
             self._restarts += 1
             self._open = {ident: (record, attempt + 1) for ident, (record, attempt) in self._open.items()}
             self._child.close()

@@ -7,7 +7,7 @@ result begins a new epoch and says no outcome twice. Needs no torch.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from schemas.records import Manifest, Outcome, Weights, now
 from schemas.records import Step as StepRecord
 from schemas.settings import Settings
 from schemas.topics import OUTCOMES, STEPS, WEIGHTS, topic
+
+log = logging.getLogger(__name__)
 
 
 class Log(Protocol):
@@ -79,8 +81,8 @@ class Publication:
         held = self.line.get(version)
         if held is not None and held.digest != staged.digest:
             self.epoch += 1
-            print(f"version {version} was made again with other bytes ({held.digest[:12]} -> {staged.digest[:12]}): "
-                  f"epoch {self.epoch} begins", file=sys.stderr, flush=True)
+            log.warning(f"version {version} was made again with other bytes ({held.digest[:12]} -> {staged.digest[:12]}): "
+                  f"epoch {self.epoch} begins")
             held = None
         event = staged.offer(held.epoch if held else self.epoch, version, run)
         if held is not None and held.uri == event.uri:

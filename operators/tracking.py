@@ -11,12 +11,13 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 
 from kafka import TopicPartition
 
 from operators.log import consumer, follow
 from schemas.record import decode
-from schemas.records import Ack
+from schemas.records import Ack, Weights
 from schemas.settings import Settings
 from schemas.topics import ACKS, topic
 
@@ -175,3 +176,26 @@ def ack_metrics(fresh: list[Ack], latest: list[Ack]) -> dict[str, float]:
         out["generation/waiting"] = float(sum(a.waiting for a in latest))
         out["generation/version_spread"] = float(max(a.version for a in latest) - min(a.version for a in latest))
     return out
+
+
+class RunListener:
+    """Rank 0's listener (operators.training.Listener): acks into each step's measures, measures into MLflow."""
+
+    def __init__(self, settings: Settings):
+        self._acks = AckWatch(settings)
+        self._tracker = Tracker(settings) if settings.mlflow.enabled else None
+
+    def measures(self) -> dict[str, float]:
+        return self._acks.metrics()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if self._tracker is not None:
+            self._tracker.log(step, metrics)
+
+    def end(self, model_folder: Path, event: Weights) -> None:
+        """The model goes to MLflow with the run's other results, when the run is reported."""
+
+    def close(self) -> None:
+        self._acks.close()
+        if self._tracker is not None:
+            self._tracker.close()

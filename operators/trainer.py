@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +30,8 @@ from schemas.settings import Settings
 
 #: Not weights: these files of the start model's folder go into the final one. A weight file or its index does not.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+log = logging.getLogger(__name__)
 
 
 class NotFinite(FloatingPointError):
@@ -320,7 +322,7 @@ class Trainer:
             damaged: list = [None] * self.world
             dist.all_gather_object(damaged, checkpoint.damaged(path, marker, self.rank, self.world))
             if broken := [name for share in damaged for name in share]:
-                print(f"checkpoint {path} is damaged ({', '.join(broken)}): the one before is used", file=sys.stderr, flush=True)
+                log.warning(f"checkpoint {path} is damaged ({', '.join(broken)}): the one before is used")
                 if self.rank == 0:
                     (path / checkpoint.MARKER).unlink(missing_ok=True)  # it must not count when older ones are removed
                 continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
@@ -31,6 +30,8 @@ from schemas.settings import Settings
 
 STALLED = 70  # exit status
 
+log = logging.getLogger(__name__)
+
 
 class MissingBatches(RuntimeError):
     """A manifest names what this rank does not have; the text names step and micro-batches."""
@@ -38,6 +39,9 @@ class MissingBatches(RuntimeError):
 
 class Listener(Protocol):
     """Told by rank 0 what was trained. Its methods return at once."""
+
+    def measures(self) -> dict[str, float]:
+        """What it knows itself, for the record of the step that is about to be written."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -51,8 +55,7 @@ def limit(seconds: float, what: str, end: Callable[[int], Any] = os._exit) -> It
     """End the process if the body takes longer: a collective operation whose peer is stopped, not dead, would wait for it for hours."""
 
     def stalled() -> None:
-        print(f"{what} takes longer than {seconds:g} s (training.stall_timeout_s): ending this rank, so that the job starts again",
-              file=sys.stderr, flush=True)
+        log.warning(f"{what} takes longer than {seconds:g} s (training.stall_timeout_s): ending this rank, so that the job starts again")
         end(STALLED)
 
     timer = threading.Timer(seconds, stalled)
@@ -122,6 +125,7 @@ class Rank:
             staged = trainer.stage_weights()
             path = str(trainer.checkpoints / checkpoint.tag(step)) if trainer.due() else None
             if self.publication is not None:
+                metrics |= self.listener.measures() if self.listener is not None else {}
                 metrics["train/publish_s"] = self._clock() - trained
                 self.publication.trained(manifest, staged, metrics, path)
             if path is not None:
