@@ -30,6 +30,7 @@ from operators.child import Parent
 from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
 from operators.loader import Arrival, LoadedWeights, Loader, WeightFiles
 from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_digest, version_of
+from operators.weights import BadWeights
 from schemas.record import decode, encode
 from schemas.records import Ack, Weights, now
 from schemas.settings import GenerationSettings
@@ -288,14 +289,13 @@ def run(parent: Parent) -> None:
             wake.set()
 
     threading.Thread(target=read, name="frames", daemon=True).start()
-    from operators.vllm_engine import VLLMEngine  # after the thread: importing vLLM takes seconds
-    from operators.weights import BadWeights
+    files = WeightFiles(config["model"], settings.dtype)  # first: a folder that is no model's is said at once
+    from operators.vllm_engine import VLLMEngine  # importing vLLM takes seconds
 
     started = time.time()
     engine = VLLMEngine(settings, config["model"], trust_remote_code=config["trust_remote_code"], seed=config["seed"])
     rollouts = Rollouts(settings, run_id=config["run_id"], generator_id=config["generator_id"], engine=engine.name,
                         tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(config["model"]), stop_ids=engine.stop_ids)
-    files = WeightFiles(config["model"], settings.dtype)
     loop = EngineLoop(engine, rollouts, Loader(files.load, (BadWeights,), wake.set), parent.send, run_id=config["run_id"],
                       generator_id=config["generator_id"], capacity=settings.batch, max_lag=config["max_lag"],
                       kv_cache_mode=settings.kv_cache_mode)

@@ -51,12 +51,15 @@ class LoadedWeights:
 
 
 class WeightFiles:
-    """Fetches a version and checks it against the model it is for. `load` raises BadWeights before anything is touched."""
+    """Fetches a version and checks it against the model it is for, whose folder is read at once. Raises BadWeights."""
 
     def __init__(self, model: str, dtype: str):
         self._dtype = dtype
         self._expected = files.expected_tensors(model)
-        config = json.loads((Path(model) / "config.json").read_text())
+        try:
+            config = json.loads((Path(model) / "config.json").read_text())
+        except (OSError, ValueError) as e:
+            raise files.BadWeights(f"{model} is no model folder: config.json cannot be read ({e})") from e
         self._optional = {"lm_head.weight"} if config.get("tie_word_embeddings", False) else set()
 
     def load(self, event: Weights) -> tuple[LoadedWeights, dict[str, float]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +41,6 @@ class VLLMEngine:
         if settings.device != "auto" and (settings.device == "cuda") != cuda:
             raise ValueError(f"generation.device is {settings.device!r}, but this vLLM runs on {current_platform.device_name}: "
                              "install the dependency group cpu or gpu accordingly, or set generation.device = auto")
-        if not (Path(model) / "config.json").is_file():
-            raise ValueError(f"model.path {model!r} is no model folder: it has no config.json")
         memory: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization} if cuda else {
             "kv_cache_memory_bytes": settings.kv_cache_mb << 20}
         self._llm = LLMEngine.from_engine_args(EngineArgs(
