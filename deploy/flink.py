@@ -25,7 +25,7 @@ from schemas.settings import Settings
 PACKAGES = ("schemas", "operators", "jobs", "deploy")
 JOBS = ("generate", "preprocess", "train")
 #: States of a job that change no more.
-ENDED = ("FINISHED", "FAILED", "CANCELED", "SUSPENDED")
+ENDED = ("FINISHED", "FAILED", "CANCELED", "SUSPENDED", "LOST")
 CLIENT_TIMEOUT_S = 300
 
 
@@ -125,17 +125,28 @@ def jobs(settings: Settings) -> list[dict]:
 
 
 def job_state(job: str, settings: Settings) -> str:
-    """RUNNING, RESTARTING, FAILED, ...; LOST if the cluster does not know the job (any more)."""
+    """RUNNING, RESTARTING, FAILED, ...; LOST if the cluster does not know the job: its job manager was started anew."""
     try:
         return _get(settings, f"/jobs/{job}/status")["status"]
-    except rest.NotFound:
+    except rest.Unreachable as e:
+        if not _is_unknown(e):
+            raise
         return "LOST"
 
 
 def exceptions(job: str, settings: Settings) -> str | None:
     """The cause of the job's latest failure, or None if it had none."""
-    history = _get(settings, f"/jobs/{job}/exceptions?maxExceptions=1").get("exceptionHistory", {}).get("entries", [])
+    try:
+        history = _get(settings, f"/jobs/{job}/exceptions?maxExceptions=1").get("exceptionHistory", {}).get("entries", [])
+    except rest.Unreachable as e:
+        if not _is_unknown(e):
+            raise
+        return f"the cluster at {address(settings)} does not know the job: its job manager was started anew"
     return root_cause(history[0]["stacktrace"]) if history else None
+
+
+def _is_unknown(answer: rest.Unreachable) -> bool:
+    return "FlinkJobNotFoundException" in str(answer)  # some paths answer 404, others 500
 
 
 def root_cause(trace: str) -> str:
@@ -147,7 +158,8 @@ def root_cause(trace: str) -> str:
 def checkpoints(job: str, settings: Settings) -> list[str]:
     """Completed checkpoints that can be started from, the newest first."""
     history = _get(settings, f"/jobs/{job}/checkpoints")["history"]
-    return [c["external_path"] for c in history if c["status"] == "COMPLETED" and c.get("external_path")]
+    done = [c for c in history if c["status"] == "COMPLETED" and c.get("external_path")]
+    return [c["external_path"] for c in sorted(done, key=lambda c: c["id"], reverse=True)]
 
 
 def cancel(job: str, settings: Settings) -> None:

@@ -106,8 +106,8 @@ def _fetch(endpoint: str, folder: Path) -> None:
             file.rename(folder / file.name)
     except (RequestException, RuntimeError, OSError, zipfile.BadZipFile) as e:
         shutil.rmtree(folder, ignore_errors=True)
-        raise JarsAway(f"{endpoint.replace('!', '')} could not be fetched from Maven Central: {e}. It is needed once: connect and run again, "
-                       f"or copy {folder.parent} from a machine that has it") from e
+        raise JarsAway(f"{endpoint.replace('!', '')} could not be fetched from Maven Central: {e}. It is needed once: connect and "
+                       f"run again, or copy {folder.parent} from a machine that has it") from e
     shutil.rmtree(repository)
 
 

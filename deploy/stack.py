@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from deploy.services import HOST, MARKER, ports
+from deploy.services import HOST, MARKER, ports, with_bytecode
 from deploy.supervisor import GRACE_S, STATE, command_line, hold, kill_strays
 from schemas.settings import StackSettings
 
@@ -82,6 +82,7 @@ class Stack:
                 self._supervisor = subprocess.Popen(
                     [sys.executable, "-m", "deploy.supervisor", self.settings.model_dump_json(), str(os.getpid() if owned else 0)],
                     cwd=Path(__file__).resolve().parent.parent,  # where `deploy` is found
+                    env=with_bytecode(dict(os.environ)),
                     stdin=subprocess.PIPE if owned else subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self._wait_until_up()
         return started

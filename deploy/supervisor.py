@@ -188,24 +188,29 @@ class Supervisor:
             self._write_state()
         first = [s for s in self.services if s.spec.name == "taskmanager"]
         for group in (first, [s for s in self.services if s not in first]):
-            alive = [s for s in group if s.process.returncode is None]
-            for s in alive:
-                s.process.send_signal(signal.SIGTERM)
+            for s in group:
+                self._signal(s, signal.SIGTERM)
             begin = time.monotonic()
-            while alive := [s for s in alive if s.process.returncode is None]:
+            overdue: set[str] = set()
+            while alive := [s for s in group if s.process and s.process.returncode is None]:
                 for s in alive:
-                    if time.monotonic() - begin > GRACE_S[s.spec.name]:
+                    if s.spec.name not in overdue and time.monotonic() - begin > GRACE_S[s.spec.name]:
                         log.warning("%s does not end: killing it", s.spec.name)
-                        s.process.send_signal(signal.SIGKILL)
+                        overdue.add(s.spec.name)
+                        self._signal(s, signal.SIGKILL)
                 self._step(0.05)
         self._kill_orphans()
         kill_strays(self.settings.dir)
         self._write_state()
         log.info("stopped")
 
+    def _signal(self, service: Running, number: signal.Signals) -> None:
+        if service.process and service.process.returncode is None:  # else its pid may be another's by now
+            os.kill(service.process.pid, number)
+
     def _kill_orphans(self) -> None:
         """Kill all below this process that does not descend from a service: the workers of a dead task manager, and theirs."""
-        ours = {self._guard, *(s.process.pid for s in self.services)}
+        ours = {self._guard, *(s.process.pid for s in self.services if s.process)}
         while orphans := [c for c in psutil.Process().children() if c.pid not in ours and c.status() != psutil.STATUS_ZOMBIE]:
             kill([p for o in orphans for p in [*o.children(recursive=True), o]])
 
