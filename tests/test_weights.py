@@ -1,0 +1,118 @@
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from operators import weights
+from operators.weights import BadWeights
+
+TENSORS = {"b.weight": torch.arange(15.0).reshape(3, 5), "a": torch.randn(7), "count": torch.arange(3), "none": torch.zeros(0, 4),
+           "one": torch.tensor(2.0)}
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request, tmp_path):
+    return str(tmp_path / "weights") if request.param == "disk" else f"memory://{tmp_path.name}/weights"
+
+
+def publish(folder, version=3, tensors=TENSORS, dtype="bfloat16", epoch=0):
+    return weights.publish(folder, epoch, version, tensors, "run", dtype)
+
+
+def test_what_is_published_comes_back_in_its_dtype(folder):
+    event = publish(folder)
+    back = weights.decode(event, weights.fetch(event))
+    assert back.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert back[name].dtype == expected.dtype and torch.equal(back[name], expected)
+    assert (event.version, event.dtype, event.bytes) == (3, "bfloat16", len(weights.fetch(event)))
+
+
+def test_safetensors_reads_the_file(tmp_path):
+    event = publish(str(tmp_path), dtype="float32")
+    assert all(torch.equal(t, TENSORS[n]) for n, t in load_file(event.uri).items())
+
+
+def test_equal_tensors_make_equal_bytes_in_any_order_and_layout(folder):
+    shuffled = dict(reversed(TENSORS.items())) | {"b.weight": TENSORS["b.weight"].t().contiguous().t()}
+    assert publish(folder, 3).digest == publish(folder, 4, shuffled).digest
+    assert publish(folder, 5, TENSORS | {"one": torch.tensor(2.5)}).digest != publish(folder, 3).digest
+
+
+def test_a_view_publishes_its_own_values_only(folder):
+    base = torch.arange(20.0).reshape(4, 5)
+    event = publish(folder, tensors={"column": base[:, 1]}, dtype="float32")
+    assert torch.equal(weights.decode(event, weights.fetch(event))["column"], base[:, 1].contiguous())
+
+
+def test_a_changed_byte_is_refused_with_version_place_and_digests(folder):
+    event = publish(folder)
+    buffer = weights.fetch(event)
+    buffer[-1] ^= 1
+    with pytest.raises(BadWeights, match=rf"version 3 .*{event.uri}.*expected digest {event.digest}, found [0-9a-f]{{64}}"):
+        weights.decode(event, buffer)
+
+
+def test_missing_and_short_files_are_refused(tmp_path):
+    event = publish(str(tmp_path))
+    os.truncate(event.uri, event.bytes - 1)
+    with pytest.raises(BadWeights, match=f"expected {event.bytes} bytes, found {event.bytes - 1}"):
+        weights.fetch(event)
+    os.unlink(event.uri)
+    with pytest.raises(BadWeights, match="cannot be read"):
+        weights.fetch(event)
+
+
+def test_nothing_is_visible_before_it_is_offered(tmp_path):
+    layout = weights.specs(TENSORS, "float32")
+    staged = weights.stage(str(tmp_path), layout, ((n, TENSORS[n]) for n in weights.file_order(layout)), "float32")
+    assert weights.versions(str(tmp_path)) == {}
+    event = staged.offer(2, 7, "run")
+    assert weights.versions(str(tmp_path)) == {(2, 7): event.uri}
+
+
+def test_a_failed_publication_leaves_nothing_behind(tmp_path):
+    layout = weights.specs(TENSORS, "float32")
+    with pytest.raises(BadWeights, match="never came"):
+        weights.stage(str(tmp_path), layout, [(n, TENSORS[n]) for n in weights.file_order(layout)][:2], "float32")
+    with pytest.raises(BadWeights, match="expected tensor"):
+        weights.stage(str(tmp_path), layout, TENSORS.items(), "float32")
+    assert os.listdir(tmp_path) == []
+
+
+def test_prune_keeps_what_it_is_told_and_sweep_removes_half_written_files(folder):
+    for version in range(5):
+        publish(folder, version)
+    assert weights.prune(folder, {1, 4}) == [0, 2, 3]
+    assert {v for _, v in weights.versions(folder)} == {1, 4}
+
+
+def test_sweep_removes_only_half_written_files(tmp_path):
+    event = publish(str(tmp_path))
+    (tmp_path / "writing-x.tmp").write_bytes(b"half")
+    weights.sweep(str(tmp_path))
+    assert os.listdir(tmp_path) == [os.path.basename(event.uri)]
+
+
+def test_expected_tensors_of_one_file_and_of_shards(tmp_path):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    assert weights.expected_tensors(tmp_path) == {"a": (2, 3)}
+    save_file({"b": torch.zeros(4)}, tmp_path / "shard-2.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "shard-2.safetensors"}}))
+    assert weights.expected_tensors(tmp_path) == {"a": (2, 3), "b": (4,)}
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(BadWeights, match=r"is no model folder: model\.safetensors cannot be read"):
+        weights.expected_tensors(tmp_path)
+
+
+def test_check_names_the_first_differences():
+    expected = {"a": (2, 3), "b": (4,), "c": (1,)}
+    weights.check(expected, {"a": torch.zeros(2, 3), "b": torch.zeros(4), "c": torch.zeros(1)}, "float32")
+    with pytest.raises(BadWeights, match=r"b is missing; d is not in the model; a has shape \(3, 2\), expected \(2, 3\); and 1 more"):
+        weights.check(expected, {"a": torch.zeros(3, 2), "c": torch.zeros(1).bfloat16(), "d": torch.zeros(1)}, "float32")
