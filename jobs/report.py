@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jobs.progress import Progress
 from operators.accounting import Accounts
@@ -28,9 +29,12 @@ def spans_of(messages: Iterable[bytes]) -> Spans:
     """From messages of `scored`; reads only the columns it needs."""
     out = Spans()
     for message in messages:
-        table = pa.ipc.open_stream(message).read_all()
-        for spans, tokens, prompt in zip(table.column("version_spans").to_pylist(), pa.compute.list_value_length(table.column("token_ids")).to_pylist(),
-                                         table.column("prompt_length").to_pylist(), strict=True):
+        try:
+            table = pa.ipc.open_stream(message).read_all().select(["version_spans", "token_ids", "prompt_length"])
+        except (pa.ArrowException, KeyError, OSError):
+            continue  # no rollout
+        spans_column, token_ids, prompts = table.columns
+        for spans, tokens, prompt in zip(spans_column.to_pylist(), pc.list_value_length(token_ids).to_pylist(), prompts.to_pylist(), strict=True):
             out.rollouts += 1
             out.tokens += tokens - prompt
             if len(spans) > 1:

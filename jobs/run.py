@@ -21,13 +21,12 @@ from jobs import report
 from jobs.progress import Display, Progress
 from operators.accounting import Accounts, account_topics
 from operators.log import Writer, consumer, ends, ensure_topics, follow
-from schemas.record import decode, encode, name_of
-from schemas.records import RECORDS, Control, now
+from schemas.record import encode, rows_of
+from schemas.records import Ack, Control, Dead, Manifest, Step, now
 from schemas.settings import Settings
 from schemas.topics import ACKS, ADMISSIONS, BATCHES, CONTROL, DEAD, SCORED, STEPS, topic
 
 JOBS = ("train", "generate", "preprocess")
-BY_NAME = {r.record_name: r for r in RECORDS}
 
 
 class RunFailed(RuntimeError):
@@ -107,15 +106,13 @@ class Run:
         checked, told = 0.0, False
         try:
             while not self.progress.finished:
-                for m in follow(client, timeout_ms=250):
-                    kind = name_of(m.value)
-                    if kind != "sequence":
-                        for r in decode(BY_NAME[kind], m.value):
-                            self.progress.feed(r)
-                            if kind == "dead" and len(self.progress.dead) <= 5:
-                                display.say(f"dead letter of {r.stage}: {r.cause}")
-                            if kind == "ack" and r.status == "failed":
-                                display.say(f"generator {r.generator_id} could not apply version {r.version}: {r.cause}")
+                messages = [m.value for m in follow(client, timeout_ms=250)]
+                for r in (r for cls in (Step, Ack, Manifest, Dead) for r in rows_of(cls, messages)):
+                    self.progress.feed(r)
+                    if isinstance(r, Dead) and len(self.progress.dead) <= 5:
+                        display.say(f"dead letter of {r.stage}: {r.cause}")
+                    if isinstance(r, Ack) and r.status == "failed":
+                        display.say(f"generator {r.generator_id} could not apply version {r.version}: {r.cause}")
                 display.draw()
                 if self._stop.is_set() and not told:
                     told = True

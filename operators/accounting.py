@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from operators.log import read
-from schemas.record import decode
+from schemas.record import rows_of
 from schemas.records import OUTCOMES as FINAL
 from schemas.records import Admission, Outcome, Rollout
 from schemas.settings import KafkaSettings
@@ -77,11 +77,9 @@ def _said(o: Outcome) -> str:
 
 def account_topics(kafka: KafkaSettings, run_id: str) -> Accounts:
     """The accounts of a run up to this moment. Outcomes are read before admissions, so that none is seen without its admission."""
-    outcomes = [o for m in read(kafka, topic(run_id, OUTCOMES)) for o in decode(Outcome, m.value)]
-    admissions = [a for m in read(kafka, topic(run_id, ADMISSIONS)) for a in decode(Admission, m.value)]
 
-    def rollouts():
-        for m in read(kafka, topic(run_id, ROLLOUTS)):
-            yield from ((r.group_id, r.sample_index) for r in decode(Rollout, m.value))
+    def rows(cls: type, name: str):
+        return rows_of(cls, (m.value for m in read(kafka, topic(run_id, name))))
 
-    return account(admissions, outcomes, rollouts())
+    outcomes = list(rows(Outcome, OUTCOMES))
+    return account(rows(Admission, ADMISSIONS), outcomes, ((r.group_id, r.sample_index) for r in rows(Rollout, ROLLOUTS)))

@@ -11,11 +11,11 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
+from kafka import TopicPartition
 from pyflink.common import Row, Types
 from pyflink.datastream.functions import KeyedProcessFunction, RuntimeContext
 from pyflink.datastream.state import ValueStateDescriptor
 
-from kafka import TopicPartition
 from operators.dead import DeadLetters
 from operators.lifeline import die_with_parent
 from operators.log import OwnedLog, consumer, ends, follow
@@ -204,11 +204,8 @@ class AdmissionFunction(KeyedProcessFunction):
         self._dead = DeadLetters(s.kafka, run, "admission", self._topic)
         self._log = OwnedLog(s.kafka, f"{run}.admission")
         self._admitter = Admitter(run, s.training.batch, s.training.max_lag, s.grouping.group_size)
-        open_groups = self._admitter.adopt(
-            (a for m in self._log.read(self._ledger) for a in decode(Admission, m.value)),
-            (o for m in self._log.read(topic(run, OUTCOMES)) for o in decode(Outcome, m.value)),
-        )
-        controls = [c for m in self._log.read(topic(run, CONTROL)) for c in decode(Control, m.value)]
+        open_groups = self._admitter.adopt(self._log.rows(Admission, self._ledger), self._log.rows(Outcome, topic(run, OUTCOMES)))
+        controls = list(self._log.rows(Control, topic(run, CONTROL)))
         self._ending = any(c.kind == "end_of_prompts" for c in controls)
         self._admitter.stopping |= any(c.kind == "stop" for c in controls)
         self._slots = Slots(slot_keys(s.generation.slots))

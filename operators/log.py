@@ -10,14 +10,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import KafkaAdminClient, NewTopic
 from kafka.errors import KafkaError, TopicAlreadyExistsError
 
+from schemas.record import rows_of
 from schemas.settings import KafkaSettings
 from schemas.topics import ALL, PARTITIONED, topic
+
+R = TypeVar("R")
 
 
 class BrokerAway(ConnectionError):
@@ -150,6 +153,10 @@ class OwnedLog:
 
     def read(self, name: str) -> Iterator[Message]:
         return read(self.kafka, name)
+
+    def rows(self, cls: type[R], name: str) -> Iterator[R]:
+        """The rows of a record class in a topic, up to now."""
+        return rows_of(cls, (m.value for m in self.read(name)))
 
     def transaction(self) -> Transaction:
         return Transaction(self._producer, self.kafka.timeout_s)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from operators.checkpoint import BadCheckpoint
 from operators.log import Message
-from schemas.record import decode, encode
+from schemas.record import encode, rows_of
 from schemas.records import Manifest, Outcome, Weights, now
 from schemas.records import Step as StepRecord
 from schemas.settings import Settings
@@ -50,13 +50,11 @@ class Publication:
         self._topics = {name: topic(run, name) for name in (WEIGHTS, STEPS, OUTCOMES)}
         self.line: dict[int, Weights] = {}
         self.epoch = 0
-        for message in log.read(self._topics[WEIGHTS]):
-            for event in decode(Weights, message.value):
-                self._adopt(event)
+        for event in rows_of(Weights, (m.value for m in log.read(self._topics[WEIGHTS]))):
+            self._adopt(event)
         self.recorded: dict[int, str] = {}  # step -> digest of the version it made
-        for message in log.read(self._topics[STEPS]):
-            for step in decode(StepRecord, message.value):
-                self.recorded[step.step] = step.weights_digest
+        for step in rows_of(StepRecord, (m.value for m in log.read(self._topics[STEPS]))):
+            self.recorded[step.step] = step.weights_digest
         self.current: Weights | None = None
 
     def start(self, version: int, staged: Bytes, checkpoint_digest: str | None) -> Weights:

@@ -311,12 +311,9 @@ class SequencerFunction(KeyedProcessFunction):
         self._dead = DeadLetters(s.kafka, run, "sequencer", topic(run, SCORED))
         self._log = OwnedLog(s.kafka, f"{run}.sequencer")
         sequencer = Sequencer(s)
-        sequencer.adopt(
-            [a for m in self._log.read(topic(run, ADMISSIONS)) for a in decode(Admission, m.value)],
-            [o for m in self._log.read(topic(run, OUTCOMES)) for o in decode(Outcome, m.value)],
-            [x for m in self._log.read(topic(run, BATCHES)) if name_of(m.value) == Manifest.record_name for x in decode(Manifest, m.value)],
-            [x for m in self._log.read(topic(run, STEPS)) for x in decode(Step, m.value)], at)
-        for c in (c for m in self._log.read(topic(run, CONTROL)) for c in decode(Control, m.value)):
+        sequencer.adopt(*(list(self._log.rows(cls, topic(run, name))) for cls, name in (
+            (Admission, ADMISSIONS), (Outcome, OUTCOMES), (Manifest, BATCHES), (Step, STEPS))), at)
+        for c in self._log.rows(Control, topic(run, CONTROL)):
             if c.kind == "stop":
                 sequencer.stop(c.reason or "stop was asked for")
         self._sequencer = sequencer

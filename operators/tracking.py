@@ -16,7 +16,7 @@ from pathlib import Path
 from kafka import TopicPartition
 
 from operators.log import consumer, follow
-from schemas.record import decode
+from schemas.record import rows_of
 from schemas.records import Ack, Weights
 from schemas.settings import Settings
 from schemas.topics import ACKS, topic
@@ -153,11 +153,10 @@ class AckWatch:
         client.seek_to_end(partition)
         try:
             while not self._stop.is_set():
-                for m in follow(client, timeout_ms=500):
+                for ack in rows_of(Ack, [m.value for m in follow(client, timeout_ms=500)]):
                     with self._lock:
-                        for ack in decode(Ack, m.value):
-                            self._acks[ack.generator_id] = ack
-                            self._fresh.append(ack)
+                        self._acks[ack.generator_id] = ack
+                        self._fresh.append(ack)
         finally:
             client.close()
 

@@ -12,7 +12,7 @@ older message lacks with null and ignores nullable columns it does not know; it 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -122,6 +122,16 @@ def _refuse_nulls(table: pa.Table, name: str) -> None:
 def decode(cls: type[R], message: bytes) -> list[R]:
     """The rows of a message as typed records. Raises BadRecord."""
     return from_table(cls, read(cls, message))
+
+
+def rows_of(cls: type[R], messages: Iterable[bytes]) -> Iterator[R]:
+    """The rows of those messages that are of this record; others are passed over. For whoever reads a log again: that a message is
+    bad was said by a dead letter when it came."""
+    for message in messages:
+        try:
+            yield from decode(cls, message)
+        except BadRecord:
+            continue
 
 
 def from_table(cls: type[R], table: pa.Table) -> list[R]:
