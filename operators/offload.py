@@ -21,6 +21,7 @@ from pyflink.datastream.state import MapStateDescriptor
 from operators.lifeline import die_with_parent
 
 MAX_PARALLELISM = 128
+BACK_OFF = 4  # ticks: how far apart looks at a service get that has no answers
 _ATTEMPT = struct.Struct("<I")  # in front of each record in the state
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,9 @@ class Offload(KeyedProcessFunction):
         stream.key_by(slot, Types.INT()).process(Offload(make_service), output_type)
 
     `make(runtime)` makes the service in the worker; `value_of(element)` are the record's bytes; `tick_ms` is how often answers are
-    looked for. An element's outputs are yielded exactly once an incarnation; after a restore a record can be answered again. An element
-    without bytes only wakes the subtask: Flink opens a Python function at its first element, and a service may need long to start.
+    looked for, up to four times as long while there are none. An element's outputs are yielded exactly once an incarnation; after a
+    restore a record can be answered again. An element without bytes only wakes the subtask: Flink opens a Python function at its first
+    element, and a service may need long to start.
     """
 
     def __init__(self, make: Callable[[Runtime], Service], *, tick_ms: int = 20, value_of: Callable[[Any], bytes] = bytes):
@@ -77,6 +79,7 @@ class Offload(KeyedProcessFunction):
         self._held: dict[Any, int] = {}  # key -> records the service holds of it; a key in it has been seen since the restore
         self._answers: dict[Any, list[tuple[str, list]]] = {}  # drained, waiting for a timer of their key
         self._far: dict[Any, int] = {}
+        self._pause, self._looked_at = 1, 0  # ticks until the next look; when the last one was due
         group = context.get_metrics_group().add_group("pipelinerl")
         self._service = self._make(Runtime(
             context.get_index_of_this_subtask(), context.get_number_of_parallel_subtasks(), context.get_attempt_number(),
@@ -104,7 +107,13 @@ class Offload(KeyedProcessFunction):
         key = ctx.get_current_key()
         self._take_up(key)
         self._service.poll()
-        for ident, outputs in self._service.drain():
+        drained = self._service.drain()
+        if drained:
+            self._pause = 1
+        elif timestamp > self._looked_at:  # timers of the same instant are one look
+            self._pause = min(2 * self._pause, BACK_OFF)
+        self._looked_at = timestamp
+        for ident, outputs in drained:
             owner = self._key_of.pop(ident, None)
             if owner is None:  # a second answer: the first one has left
                 log.warning(f"offload: a second answer for record {ident} is dropped")
@@ -131,13 +140,15 @@ class Offload(KeyedProcessFunction):
     def _submit(self, key: Any, ident: str, record: bytes, attempt: int) -> None:
         self._key_of[ident] = key
         self._held[key] += 1
+        self._pause = 1
         self._service.submit(ident, record, attempt)
 
     def _arm(self, key: Any, ctx: KeyedProcessFunction.Context) -> None:
-        """Keep a timer of this key ahead. Ticks of all keys fall on the same milliseconds, so that one bundle serves them."""
+        """Keep a timer of this key ahead. A tick costs a bundle, whatever the number of its timers: those of all keys fall together."""
         timers = ctx.timer_service()
         now = timers.current_processing_time()
-        timers.register_processing_time_timer((now // self._tick_ms + 1) * self._tick_ms)
+        pause = self._pause * self._tick_ms
+        timers.register_processing_time_timer((now // pause + 1) * pause)
         # Timers registered in the bundle that a checkpoint flushes can be missing after a restore. One at least a second
         # ahead was registered in an earlier bundle and is not.
         far = (now // 1000 + 2) * 1000

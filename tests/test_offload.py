@@ -151,8 +151,25 @@ def test_an_answer_is_emitted_and_leaves_the_state_of_its_own_key():
     assert sorted(h.out) == ["A1", "A2", "C"]
     assert h.state.sizes() == {7: 1}
     h.service.answer(ids[1], "B")
-    h.advance(20)
+    h.advance(80)
     assert sorted(h.out) == ["A1", "A2", "B", "C"] and h.state.sizes() == {}
+
+
+def test_looks_at_a_quiet_service_get_rarer_and_frequent_again_with_the_first_answer():
+    h = Harness()
+    looks = []
+    drain = h.service.drain
+    h.service.drain = lambda: looks.append(h.now) or drain()
+    for key in (7, 9, 11):
+        h.element(key, b"x")
+    h.advance(8_000)
+    assert 100 <= len(set(looks)) <= 110, "every 80 ms, all keys at once"
+    h.service.answer(h.service.submitted[0][0], "X")
+    looks.clear()
+    h.advance(160)
+    assert h.out == ["X"]
+    first = next(i for i, at in enumerate(looks) if at > looks[0])
+    assert looks[first] - looks[0] == 20
 
 
 def test_timers_go_on_while_records_are_open_and_end_with_them():
@@ -182,7 +199,7 @@ def test_after_a_restore_what_lay_in_the_state_is_submitted_again_with_the_next_
         maps, far = h.state.snapshot(), {t for t in h.timers if t[0] >= h.now + 1_000}
     for ident, record, _ in h.service.submitted:
         h.service.answer(ident, record)
-    h.advance(20)
+    h.advance(160)
     assert sorted(h.out) == [b"b", b"c"] and h.state.sizes() == {}
 
 
@@ -205,7 +222,7 @@ def test_a_second_answer_is_dropped():
     h.advance(20)
     h.service.answer(first, "again")
     h.service.answer("unknown", "never asked")
-    h.advance(40)
+    h.advance(160)
     assert h.out == ["A"] and h.state.sizes() == {7: 1}
 
 
@@ -235,7 +252,7 @@ def test_no_record_is_lost_or_doubled_whatever_the_order():
                 h.advance(rng.randrange(50))
         for ident, record in waiting:
             h.service.answer(ident, record)
-        h.advance(40)
+        h.advance(160)
         assert sorted(h.out) == sorted(r for _, r in sent)
         assert h.state.sizes() == {}
 
