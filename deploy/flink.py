@@ -18,8 +18,8 @@ import zipfile
 from pathlib import Path
 
 from deploy import rest
-from deploy.jars import connector_jar, java_home
-from deploy.services import HOST, flink_classpath, flink_env, flink_java_options, with_bytecode
+from deploy.jars import connector_jar, flink_opt, java_home
+from deploy.services import HOST, flink_classpath, flink_env, flink_home, flink_java_options, with_bytecode
 from schemas.settings import Settings
 
 PACKAGES = ("schemas", "operators", "jobs", "deploy")
@@ -86,7 +86,7 @@ def submit_module(module: str, archive: Path, arguments: list[str], cluster: str
         "-pyfs", str(archive), "-pym", module, "-pyexec", sys.executable, "-pyclientexec", sys.executable,
         "--jarfile", str(connector_jar()), *arguments,
     ]
-    env = flink_env(with_bytecode(dict(os.environ)), conf) | {"JAVA_HOME": str(java)}
+    env = flink_env(with_bytecode(dict(os.environ)), conf) | {"JAVA_HOME": str(java), "FLINK_OPT_DIR": str(flink_opt(flink_home()))}
     log = folder / f"submit-{module.rsplit('.', 1)[-1]}.log"
     with log.open("w") as out:
         try:
@@ -110,9 +110,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _cause(said: str, count: int = 20) -> str:
-    """The lines that say something: not the Java frames."""
+    """The lines that say something, each once: not the Java frames, which repeat their cause three times."""
     lines = [line for line in said.splitlines() if line.strip() and not re.match(r"\s+at [\w.$/]+\(|\s+\.\.\. \d+ more|WARNING:", line)]
-    return "\n".join(lines[-count:])
+    return "\n".join(list(dict.fromkeys(lines))[-count:])
 
 
 def _get(settings: Settings, path: str) -> dict:

@@ -15,9 +15,11 @@ import re
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from deploy.loopback import patch_jar
 
 log = logging.getLogger(__name__)
 
@@ -49,34 +51,46 @@ def kafka_jars() -> list[Path]:
 def connector_jar() -> Path:
     """Flink's Kafka connector and zstd as the one jar that `flink run --jarfile` takes. Raises JarsAway."""
     parts = [j for j in resolve(CONNECTOR) if j.name.startswith("flink-sql-connector-kafka")] + resolve(ZSTD)
-    whole = parts[0].parent / "pipelinerl-connector.jar"
-    if not whole.exists():
-        building = whole.with_name(f"{whole.name}.{os.getpid()}")
+
+    def merge(folder: Path) -> None:
         names: set[str] = set()
-        with zipfile.ZipFile(building, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
+        with zipfile.ZipFile(folder / "pipelinerl-connector.jar", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as out:
             for part in parts:
                 with zipfile.ZipFile(part) as jar:
                     for entry in jar.infolist():
                         if entry.filename not in names and not entry.is_dir():
                             names.add(entry.filename)
                             out.writestr(entry.filename, jar.read(entry))
-        building.rename(whole)
-    return whole
+
+    return _once("+".join(p.stem for p in parts), merge) / "pipelinerl-connector.jar"
+
+
+def flink_opt(flink_home: Path) -> Path:
+    """A folder for FLINK_OPT_DIR: Flink's Python jar, whose servers listen on the loopback (deploy/loopback.py)."""
+    source = next((flink_home / "opt").glob("flink-python-*.jar"))
+    return _once(f"{source.stem}-loopback", lambda folder: patch_jar(source, folder / source.name))
 
 
 def resolve(endpoint: str, cache: Path | None = None) -> list[Path]:
     """The runtime classpath of Maven coordinates (G:A:V[!][+G:A:V[!]...]), from the cache or from Maven Central. Raises JarsAway."""
+    name = re.sub(r"[^\w.+-]+", "-", endpoint.replace("!", "")).strip("-")
+    return sorted(_once(name, lambda folder: _fetch(endpoint, folder), cache).glob("*.jar"))
+
+
+def _once(name: str, build: Callable[[Path], None], cache: Path | None = None) -> Path:
+    """The folder of jars `name` in the cache, filled by `build` if it is not there yet."""
     root = (cache or cache_dir()) / "jars"
-    folder = root / re.sub(r"[^\w.+-]+", "-", endpoint.replace("!", "")).strip("-")
+    folder = root / name
     if not folder.is_dir():
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{folder.name}.lock"):
+        with _locked(root / f"{name}.lock"):
             if not folder.is_dir():
-                building = root / f"{folder.name}.partial"  # ours: we hold the lock; what a killed resolve left goes
+                building = root / f"{name}.partial"  # ours: we hold the lock; what was left by one that was killed goes
                 shutil.rmtree(building, ignore_errors=True)
-                _fetch(endpoint, building)
+                building.mkdir()
+                build(building)
                 building.rename(folder)
-    return sorted(folder.glob("*.jar"))
+    return folder
 
 
 @contextlib.contextmanager

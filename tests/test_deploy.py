@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from deploy import flink, jars
-from deploy.services import flink_configuration, kafka_properties, ports
+from deploy.loopback import BUILDER, CLASS, UnknownClass, patch, patch_jar
+from deploy.services import flink_configuration, flink_home, kafka_properties, ports
 from deploy.stack import Service, Stack, StackError, table
 from deploy.supervisor import command_line, strays
 from schemas.settings import StackSettings
@@ -44,7 +45,6 @@ def fetched(monkeypatch):
 
     def fetch(endpoint, folder):
         calls.append(endpoint)
-        folder.mkdir(parents=True)
         (folder / "b.jar").write_bytes(b"b")
         (folder / "a.jar").write_bytes(b"a")
 
@@ -75,7 +75,6 @@ def test_concurrent_resolves_fetch_once(monkeypatch, tmp_path):
     def fetch(endpoint, folder):
         calls.append(endpoint)
         assert inside.wait(10)
-        folder.mkdir(parents=True)
         (folder / "a.jar").write_bytes(b"a")
 
     monkeypatch.setattr(jars, "_fetch", fetch)
@@ -111,6 +110,21 @@ def test_maven_central_away(monkeypatch, tmp_path):
         jars.resolve(jars.CONNECTOR, tmp_path)
     assert str(tmp_path / "jars") in str(e.value)
     assert not [p for p in (tmp_path / "jars").iterdir() if p.is_dir()]
+
+
+def test_flinks_python_jar_listens_on_the_loopback(tmp_path):
+    """Structure only; that the servers do is a test of the stack."""
+    source = next((flink_home() / "opt").glob("flink-python-*.jar"))
+    patch_jar(source, tmp_path / "patched.jar")
+    before, after = zipfile.ZipFile(source), zipfile.ZipFile(tmp_path / "patched.jar")
+    assert sorted(after.namelist()) == sorted(before.namelist())
+    changed = after.read(CLASS)
+    assert b"forAddress" in changed and b"forAddress" not in before.read(CLASS)
+    assert len(changed) - len(before.read(CLASS)) == 3 + len("forAddress") + 3 + len(f"(Ljava/net/SocketAddress;)L{BUILDER.decode()};")
+    with pytest.raises(UnknownClass, match=r"calls forPort in 0 places|calls no .*forPort"):
+        patch(changed)
+    with pytest.raises(UnknownClass, match="no class file"):
+        patch(b"PK" + bytes(20))
 
 
 def java(folder: Path, version: str) -> Path:

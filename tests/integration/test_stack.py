@@ -158,7 +158,7 @@ def test_a_job_runs_and_ends(stack):
     flink.cancel(job.id, job.settings)
     until(lambda: is_gone(worker) and is_gone(child), "the worker and its child to end with their job")
     assert flink.job_state("0" * 32, job.settings) == "LOST"
-    with pytest.raises(flink.SubmitFailed, match="No module named 'no_such_job'"):
+    with pytest.raises(flink.SubmitFailed, match="No module named no_such_job"):
         job.submit([], "no_such_job")
 
 
