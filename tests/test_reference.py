@@ -29,8 +29,8 @@ def reference(folder):
 def rollout(index, temperature=1.0, **changes):
     random = np.random.default_rng(index)
     prompt, response = int(random.integers(1, 6)), int(random.integers(1, 40))
-    return records.rollout(index, prompt_length=prompt, response=response, **{
-        "token_ids": random.integers(3, 320, prompt + response).tolist(),
+    return records.rollout(index, response=response, **{
+        "prompt_length": prompt, "token_ids": random.integers(3, 320, prompt + response).tolist(),
         "sampling": {"temperature": temperature, "top_p": 1.0, "top_k": 0, "seed": None, "max_tokens": 64}} | changes)
 
 
