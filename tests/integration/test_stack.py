@@ -264,7 +264,9 @@ def test_a_stack_comes_back_with_its_data(tmp_path):
         writer = producer(kafka)
         writer.send("kept", b"value").get(10)
         writer.close()
-        os.kill(json.loads((up.folder / "state.json").read_text())["pid"], signal.SIGKILL)
+        supervisor = json.loads((up.folder / "state.json").read_text())["pid"]
+        os.kill(supervisor, signal.SIGKILL)
+        until(lambda: is_gone(supervisor), "the supervisor to be gone")
         (up.folder / "torch_extensions" / "op").mkdir()
         (up.folder / "torch_extensions" / "op" / "lock").touch()
         assert up.up(owned=True) is True
