@@ -192,7 +192,11 @@ class Stack:
 
     def _refuse_taken_ports(self) -> None:
         wanted = ports(self.settings)
-        taken = [f"port {port} (stack.{name}) is taken by {_listener(port)}" for name, port in wanted.items() if _is_taken(port)]
+        deadline = time.monotonic() + 5.0
+        while any(_is_taken(p) and _listener(p) is None for p in wanted.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a process that was just killed is no process any more, but its sockets may live a moment longer
+        taken = [f"port {port} (stack.{name}) is taken by {_listener(port) or 'a process of another user'}"
+                 for name, port in wanted.items() if _is_taken(port)]
         numbers = list(wanted.values())
         taken += [f"port {p} is given to more than one of {', '.join(wanted)}" for p in sorted(set(numbers)) if numbers.count(p) > 1]
         if taken:
@@ -209,16 +213,17 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-def _listener(port: int) -> str:
-    """Who listens on a port, for a person."""
+def _listener(port: int) -> str | None:
+    """Who listens on a port, for a person; None if that cannot be seen."""
     for c in psutil.net_connections("tcp"):
         if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid:
-            process = psutil.Process(c.pid)
-            with contextlib.suppress(psutil.Error):
-                if folder := process.environ().get(MARKER):
-                    return f"pid {c.pid}, of the stack in {folder} (`pipelinerl down --stack.dir {folder}` stops it)"
-            return f"pid {c.pid}: {command_line(process)}"
-    return "a process of another user"
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(c.pid)
+                with contextlib.suppress(psutil.AccessDenied):
+                    if folder := process.environ().get(MARKER):
+                        return f"pid {c.pid}, of the stack in {folder} (`pipelinerl down --stack.dir {folder}` stops it)"
+                return f"pid {c.pid}: {command_line(process)}"
+    return None
 
 
 def table(services: list[Service]) -> str:
