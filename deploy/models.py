@@ -27,11 +27,11 @@ class ModelMissing(LookupError):
 
 
 def make_demo_model(folder: Path, seed: int = 0, *, hidden: int = 64, layers: int = 2, heads: int = 2, context: int = 128,
-                    alphabet: str = demo_task.ALPHABET, steps: int = 40, batch: int = 32, lr: float = 1e-3,
-                    problem: Callable[[Random], tuple[str, str]] = demo_task.problem) -> Path:
-    """A character-level Llama (about 91k parameters, float32, untied) that knows the form of `problem` and little more.
+                    alphabet: str = demo_task.ALPHABET, steps: int = 140, batch: int = 32, lr: float = 1e-3,
+                    form: Callable[[Random], tuple[str, str]] = demo_task.form) -> Path:
+    """A character-level Llama (about 91k parameters, float32, untied) that knows the form of an answer and little more.
 
-    `steps` supervised steps of `batch` problems; takes seconds on one core. The same arguments make the same weights. `hidden / heads`
+    `steps` supervised steps of `batch` pairs (prompt, response) of `form`; takes seconds on one core. The same arguments make the same weights. `hidden / heads`
     must be a multiple of 32 for vLLM's attention on CPUs. A model of this kind that stands there is replaced; FileExistsError for a folder
     that holds anything else. Returns the folder.
     """
@@ -51,7 +51,7 @@ def make_demo_model(folder: Path, seed: int = 0, *, hidden: int = 64, layers: in
             num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=context, tie_word_embeddings=False,
             initializer_range=0.02, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id))
-        _pretrain(model, tokenizer, Random(seed), problem, steps, batch, lr)
+        _pretrain(model, tokenizer, Random(seed), form, steps, batch, lr)
     with _whole(folder, replace=True) as making:
         model.save_pretrained(making)
         tokenizer.save_pretrained(making)
@@ -73,8 +73,8 @@ def character_tokenizer(alphabet: str):
                                    clean_up_tokenization_spaces=False)
 
 
-def _pretrain(model, tokenizer, rng: Random, problem, steps: int, batch: int, lr: float) -> None:
-    """Cross-entropy of the answers."""
+def _pretrain(model, tokenizer, rng: Random, form, steps: int, batch: int, lr: float) -> None:
+    """Cross-entropy of the responses."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -82,7 +82,7 @@ def _pretrain(model, tokenizer, rng: Random, problem, steps: int, batch: int, lr
     for _ in range(steps):
         rows = []
         for _ in range(batch):
-            prompt, answer = problem(rng)
+            prompt, answer = form(rng)
             head = tokenizer(prompt)["input_ids"]
             tail = tokenizer(answer, add_special_tokens=False)["input_ids"]
             rows.append((len(head), [*head, *tail, tokenizer.eos_token_id]))

@@ -98,10 +98,11 @@ def exact_match(completion: str, answer: str | None, metadata: dict | None = Non
 
 @task("characters")
 def characters(completion: str, answer: str | None, metadata: dict | None = None) -> dict[str, float]:
-    """Positions at which completion and answer have the same character, divided by the longer's length: in [0, 1]."""
+    """Partial credit by position: the share of the answer's characters that stand in their place, less what stands beyond its end."""
     answer = _needs(answer, "characters")
-    same = sum(c == a for c, a in zip(completion, answer, strict=False))
-    return {"characters": same / max(len(answer), len(completion), 1)}
+    same = sum(a == b for a, b in zip(completion, answer, strict=False))
+    beyond = max(0, len(completion) - len(answer))
+    return {"characters": max(0.0, (same - beyond) / max(len(answer), 1))}
 
 
 def _math_verify():

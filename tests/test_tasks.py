@@ -16,8 +16,10 @@ def test_exact_match(completion, answer, expected):
 @pytest.mark.parametrize("completion, answer, expected", [
     ("1111", "1111", 1.0),
     ("11", "1111", 0.5),
-    ("11111111", "1111", 0.5),  # going on costs as much as stopping early
+    ("11111", "1111", 0.75),  # a character too many costs as much as one too few
+    ("11111111", "1111", 0.0),
     ("0110", "1111", 0.5),
+    ("9999999", "1111", 0.0),
     ("", "1111", 0.0),
     ("", "", 0.0),
 ])
