@@ -295,6 +295,19 @@ def test_nothing_outlives_a_supervisor_that_is_killed(fake, tmp_path):
     until(lambda: not strays(tmp_path), "services and what they started to be gone")
 
 
+def test_services_die_with_a_supervisor_whose_guard_is_killed_too(fake, tmp_path):
+    supervisor = fake()
+    services = [psutil.Process(s["pid"]) for s in up(tmp_path).values()]
+    guard = next(c for c in psutil.Process(supervisor.pid).children() if c not in services)
+    orphans = services[0].children()
+    guard.kill()
+    supervisor.kill()
+    until(lambda: not any(s.is_running() and s.status() != psutil.STATUS_ZOMBIE for s in services), "the services to be gone")
+    assert set(strays(tmp_path)) == set(orphans)  # what remains is for the next `up` or `down`
+    Stack(StackSettings(dir=tmp_path)).down()
+    assert not strays(tmp_path)
+
+
 def test_a_service_that_dies_is_started_again_and_its_orphans_are_killed(fake, tmp_path):
     fake()
     before = up(tmp_path)
