@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -31,9 +33,9 @@ def make_demo_model(folder: Path, seed: int = 0, *, hidden: int = 64, layers: in
                     form: Callable[[Random], tuple[str, str]] = demo_task.form) -> Path:
     """A character-level Llama (about 91k parameters, float32, untied) that knows the form of an answer and little more.
 
-    `steps` supervised steps of `batch` pairs (prompt, response) of `form`; takes seconds on one core. The same arguments make the same weights. `hidden / heads`
-    must be a multiple of 32 for vLLM's attention on CPUs. A model of this kind that stands there is replaced; FileExistsError for a folder
-    that holds anything else. Returns the folder.
+    `steps` supervised steps of `batch` pairs (prompt, response) of `form`; takes seconds on one core. The same arguments make the same
+    weights. `hidden / heads` must be a multiple of 32 for vLLM's attention on CPUs. A model of this kind that stands there is replaced;
+    FileExistsError for a folder that holds anything else. Returns the folder.
     """
     folder = Path(folder)
     if folder.exists() and (foreign := {p.name for p in folder.iterdir()} - MODEL_FILES):
@@ -172,3 +174,19 @@ def _threads(count: int):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def make_in_process(kind: str, folder: Path | None = None, seed: int = 0) -> Path:
+    """`demo` (into `folder`) or `smollm2` (into the cache), made by a process of its own: torch's memory goes with it.
+    Raises ModelMissing."""
+    made = subprocess.run([sys.executable, "-m", "deploy.models", kind, str(folder or ""), str(seed)], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"},
+                          cwd=Path(__file__).resolve().parent.parent)
+    if made.returncode:
+        raise ModelMissing(f"the model {kind!r} could not be made:\n{made.stderr[-2000:]}")
+    return Path(made.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    kind, folder, seed = sys.argv[1:]
+    print(make_demo_model(Path(folder), int(seed)) if kind == "demo" else smollm2())

@@ -28,6 +28,7 @@ COMMANDS = {
     "replay": "`replay TOPIC --to FILE.parquet`: a topic up to now, for offline analysis",
     "audit": "prove from the topics that every admitted sample is accounted for",
     "package": "build dist/pipelinerl.zip for `flink run -pyfs`",
+    "jar": "print the path of the connector jar for `flink run --jarfile`",
 }
 
 
@@ -43,13 +44,19 @@ def main(argv: list[str] | None = None) -> None:
         code = globals()[f"_{args.command}"](settings, args)
     except BadSettings as e:
         sys.exit(f"pipelinerl: {e}")
-    except (ConnectionError, LookupError, FileNotFoundError, ValueError) as e:  # said for a person: what, where, what to do
+    except _errors() as e:
         sys.exit(f"pipelinerl: {e}")
-    except RuntimeError as e:
-        if type(e) is RuntimeError:
-            raise
-        sys.exit(f"pipelinerl: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(code or 0)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What is said for a person: it names what, where, and what to do. Only modules that are loaded can have raised theirs."""
+    named = {"operators.log": ("BrokerAway",), "jobs.run": ("RunFailed",), "jobs.prompts": ("BadPrompts",), "jobs.replay": ("NoTopic",),
+             "operators.tasks": ("UnknownTask",), "deploy.stack": ("StackError",), "deploy.flink": ("SubmitFailed",),
+             "deploy.rest": ("Unreachable",), "deploy.jars": ("JarsAway",), "deploy.models": ("ModelMissing",)}
+    return tuple(getattr(sys.modules[m], n) for m, names in named.items() if m in sys.modules for n in names)
 
 
 def flags_of(tokens: list[str]) -> dict[str, object]:
@@ -270,6 +277,13 @@ def _package(settings: Settings, args: argparse.Namespace) -> int:
     from deploy.flink import package
 
     print(package(args.to))
+    return 0
+
+
+def _jar(settings: Settings, args: argparse.Namespace) -> int:
+    from deploy.jars import connector_jar
+
+    print(connector_jar())
     return 0
 
 

@@ -21,7 +21,7 @@ TINY = {
     "training.decay_steps": 400, "training.gradient_clipping": 0.1, "training.dtype": "float32", "training.denominator": "tokens",
     "training.checkpoint_every": 100,
 }
-PROMPTS = 40_000
+PROMPTS = 24_000
 
 #: A few steps of SmolLM2-135M-Instruct on arithmetic: the same pipeline with a real model.
 SMOLLM2 = {
@@ -37,7 +37,7 @@ SMOLLM2 = {
 
 def demo(model: str, seed: int, toml: Path | None = None) -> tuple[Settings, dict]:
     """Make the model, run, and return (settings, summary). What an earlier demo left is removed."""
-    from deploy.models import make_demo_model, smollm2
+    from deploy.models import make_in_process
     from deploy.stack import Stack
     from jobs.prompts import load_prompts
 
@@ -45,11 +45,11 @@ def demo(model: str, seed: int, toml: Path | None = None) -> tuple[Settings, dic
     FOLDER.mkdir(parents=True)
     if model == "tiny":
         print("making a character model and teaching it the form of the task (a few seconds) ...", flush=True)
-        path, flags = make_demo_model(FOLDER / "start-model", seed), TINY
+        path, flags = make_in_process("demo", (FOLDER / "start-model").absolute(), seed), TINY
         source, size = "demo", PROMPTS
     else:
         print("SmolLM2-135M-Instruct from its PyPI package (half a minute the first time) ...", flush=True)
-        path, flags = smollm2(), SMOLLM2
+        path, flags = make_in_process("smollm2"), SMOLLM2
         source, size = "reasoning_gym:basic_arithmetic", 2_000
     settings = load(toml, flags | {
         "run.id": "demo", "run.dir": str(FOLDER.parent.absolute()), "run.seed": seed, "model.path": str(Path(path).absolute()),

@@ -62,7 +62,7 @@ def _configuration(settings: Settings) -> Configuration:
 
 def _client_properties(kafka: KafkaSettings) -> dict[str, str]:
     props = {"max.partition.fetch.bytes": str(kafka.max_message_bytes), "fetch.max.bytes": str(kafka.max_message_bytes),
-             "max.request.size": str(kafka.max_message_bytes), "fetch.max.wait.ms": "20", "security.protocol": kafka.security_protocol}
+             "max.request.size": str(kafka.max_message_bytes), "security.protocol": kafka.security_protocol}
     if kafka.ssl_cafile:
         props |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(kafka.ssl_cafile)}
     if kafka.sasl_mechanism:

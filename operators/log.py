@@ -71,7 +71,7 @@ def producer(kafka: KafkaSettings, **more) -> KafkaProducer:
 def consumer(kafka: KafkaSettings, **more) -> KafkaConsumer:
     """Without a group: positions are set by hand, only committed records are seen."""
     config = client_config(kafka) | {
-        "enable_auto_commit": False, "isolation_level": "read_committed", "fetch_max_wait_ms": 20,
+        "enable_auto_commit": False, "isolation_level": "read_committed",
         "max_partition_fetch_bytes": kafka.max_message_bytes, "auto_offset_reset": "earliest",
     }
     return _reach(kafka, lambda: KafkaConsumer(**config | more))
