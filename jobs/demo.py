@@ -17,11 +17,11 @@ TINY = {
     "generation.kv_cache_mb": 64,
     "grouping.group_size": 8, "grouping.timeout_s": 60,
     "packing.token_budget": 4096,
-    "training.batch": 128, "training.max_lag": 2, "training.lr": 5e-4, "training.betas": [0.9, 0.99], "training.warmup_steps": 30,
+    "training.batch": 128, "training.max_lag": 2, "training.lr": 4e-4, "training.betas": [0.9, 0.99], "training.warmup_steps": 30,
     "training.decay_steps": 400, "training.gradient_clipping": 0.1, "training.dtype": "float32", "training.denominator": "tokens",
     "training.checkpoint_every": 100,
 }
-PROMPTS = 24_000
+PROMPTS = 12_000
 
 #: A few steps of SmolLM2-135M-Instruct on arithmetic: the same pipeline with a real model.
 SMOLLM2 = {
