@@ -73,7 +73,8 @@ def flags_of(tokens: list[str]) -> dict[str, object]:
         key = next((k for k in (name, name.replace("-", "_")) if k in ARTICLE_FLAGS or k in known or k.startswith("training.loss.")), None)
         if key is None:
             close = difflib.get_close_matches(name, [*ARTICLE_FLAGS, *known], n=1, cutoff=0.5)
-            raise BadSettings(f"unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "; `pipelinerl run --help` lists them"))
+            hint = f"did you mean {close[0]!r}?" if close else "`pipelinerl run --help` lists them"
+            raise BadSettings(f"unknown setting {name!r}; {hint}")
         if not equals:
             annotation = known.get(ARTICLE_FLAGS.get(key, key), (None,))[0]
             takes_value = i < len(tokens) and not tokens[i].startswith("--") and not (annotation is bool and "=" in tokens[i])
@@ -144,17 +145,22 @@ def _loader(source: str, args: argparse.Namespace):
 
 def topology(settings: Settings) -> str:
     """What `run --dry-run` prints."""
-    s = settings
-    gpus = _gpus()
-    what = "GPUs" if gpus else "no GPU here: actor_gpus and trainer_gpus count engines and ranks on the CPU"
+    s, g, t = settings, settings.generation, settings.training
+    n = s.grouping.group_size
+    what = "GPUs" if _gpus() else "no GPU here: actor_gpus and trainer_gpus count engines and ranks on the CPU"
+    flink = s.stack.flink_rest or f"127.0.0.1:{s.stack.flink_rest_port}"
     return "\n".join([
         f"run {s.run.id}: {s.run_dir}",
-        f"  broker {s.kafka.bootstrap}, topics {s.run.id}.*; Flink {s.stack.flink_rest or f'127.0.0.1:{s.stack.flink_rest_port}'}; MLflow {s.mlflow.uri if s.mlflow.enabled else 'off'}",
-        f"  devices: {what}",
-        f"  generate    {s.generation.engines} engine(s) x H = {s.generation.batch} sequences in flight, {s.generation.kv_cache_mode} KV cache, tensor parallel {s.generation.tensor_parallel}",
-        f"  admission   at most {s.credit} samples unresolved = (max_lag {s.training.max_lag} + 1) * B, in groups of {s.grouping.group_size}: {s.credit // s.grouping.group_size} groups",
-        f"  preprocess  reward x {s.reward.parallelism}, reference x {s.reference.parallelism if s.reference.enabled else 0}, one sequencer, {s.packing.pipeline_depth} step(s) ahead",
-        f"  train       {s.training.ranks} rank(s), ZeRO {s.training.zero_stage}, {s.training.dtype}, B = {s.training.batch}, loss {s.training.loss.kind}, checkpoint every {s.training.checkpoint_every} steps",
+        f"  services    broker {s.kafka.bootstrap}; Flink {flink}; MLflow {s.mlflow.uri if s.mlflow.enabled else 'off'}",
+        f"  topics      {s.run.id}.*",
+        f"  devices     {what}",
+        f"  generate    {g.engines} engine(s) x H = {g.batch} sequences in flight, {g.kv_cache_mode} KV cache, "
+        f"tensor parallel {g.tensor_parallel}",
+        f"  admission   at most {s.credit} samples unresolved = (max_lag {t.max_lag} + 1) * B: {s.credit // n} groups of {n}",
+        f"  preprocess  reward x {s.reward.parallelism}, reference x {s.reference.parallelism if s.reference.enabled else 0}, "
+        f"one sequencer, {s.packing.pipeline_depth} step(s) ahead",
+        f"  train       {t.ranks} rank(s), ZeRO {t.zero_stage}, {t.dtype}, B = {t.batch}, loss {t.loss.kind}, "
+        f"checkpoint every {t.checkpoint_every} steps",
         f"  ends        {'after step ' + str(s.run.max_steps) if s.run.max_steps else 'with the prompts'}",
     ])
 
@@ -174,7 +180,7 @@ def _run(settings: Settings, args: argparse.Namespace) -> int:
     print(topology(settings))
     with _stack(settings):
         if not args.resume and begun(settings):
-            raise RunFailed(f"the topics of run {settings.run.id!r} hold records already: give another --run.id, or --resume to go on with it")
+            raise RunFailed(f"the topics of run {settings.run.id!r} hold records already: give another --run.id, or --resume to go on")
         made = Run(settings).go(_loader(args.prompts, args) if args.prompts else None, end_of_prompts=not args.stream)
     return _show(settings, made)
 

@@ -33,8 +33,8 @@ def spans_of(messages: Iterable[bytes]) -> Spans:
             table = pa.ipc.open_stream(message).read_all().select(["version_spans", "token_ids", "prompt_length"])
         except (pa.ArrowException, KeyError, OSError):
             continue  # no rollout
-        spans_column, token_ids, prompts = table.columns
-        for spans, tokens, prompt in zip(spans_column.to_pylist(), pc.list_value_length(token_ids).to_pylist(), prompts.to_pylist(), strict=True):
+        columns = table.column(0), pc.list_value_length(table.column(1)), table.column(2)
+        for spans, tokens, prompt in zip(*(c.to_pylist() for c in columns), strict=True):
             out.rollouts += 1
             out.tokens += tokens - prompt
             if len(spans) > 1:
@@ -139,4 +139,5 @@ def _register(mlflow, settings: Settings, run_id: str, made: dict) -> None:
         if e.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     source = f"{mlflow.get_run(run_id).info.artifact_uri}/model"
-    mlflow.create_model_version(name, source, run_id, tags={"policy_version": str(made["version"]), "digest": made["digest"], "run_id": settings.run.id})
+    tags = {"policy_version": str(made["version"]), "digest": made["digest"], "run_id": settings.run.id}
+    mlflow.create_model_version(name, source, run_id, tags=tags)

@@ -155,7 +155,8 @@ class Run:
         s = self.settings
         spans = report.spans_of(_all_messages(s, SCORED))
         made = report.summary(self.progress, accounts, spans, wall_s, None)
-        report.plot(self.progress, self.folder / "learning.png", f"run {s.run.id}: {made['steps']} steps, {made['samples_trained']} samples")
+        title = f"run {s.run.id}: {made['steps']} steps, {made['samples_trained']} samples"
+        report.plot(self.progress, self.folder / "learning.png", title)
         path = self.folder / "summary.json"
         path.write_text(json.dumps(made, indent=1))
         if s.mlflow.enabled:
@@ -199,5 +200,6 @@ def confluent_config(settings: Settings) -> dict:
     if k.ssl_cafile:
         config["ssl.ca.location"] = str(k.ssl_cafile)
     if k.sasl_mechanism:
-        config |= {"sasl.mechanism": k.sasl_mechanism, "sasl.username": k.sasl_username, "sasl.password": Path(k.sasl_password_file).read_text().strip()}
+        config |= {"sasl.mechanism": k.sasl_mechanism, "sasl.username": k.sasl_username,
+                   "sasl.password": Path(k.sasl_password_file).read_text().strip()}
     return config

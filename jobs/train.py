@@ -59,7 +59,8 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
     octets = Types.PRIMITIVE_ARRAY(Types.BYTE())
     routed = source(env, settings, BATCHES, CONTROL).flat_map(Route(settings), output_type=Types.ROW([Types.INT(), octets])).name("route")
     ranked = routed.partition_custom(lambda key, _: key, lambda row: row[0])
-    ranked.process(RankFunction(settings, partial(RunListener, settings)), output_type=octets).name("training").uid("training").set_parallelism(settings.training.ranks)
+    trained = ranked.process(RankFunction(settings, partial(RunListener, settings)), output_type=octets)
+    trained.name("training").uid("training").set_parallelism(settings.training.ranks)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Knows no clock but the one it is given, neither Kafka nor Flink.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -107,12 +108,13 @@ def _bad_tokens(table: pa.Table, tokens: int, prompt_length: int) -> str | None:
     trained = pc.and_kleene(mask.values, pc.is_valid(logprobs.values))
     if not pc.any(trained).as_py():
         return "no trainable token"
-    for name, values in (("rollout_logprobs", logprobs.values), *((("ref_logprobs", reference.values),) if reference.null_count == 0 else ())):
+    lists = {"rollout_logprobs": logprobs.values} | ({} if reference.null_count else {"ref_logprobs": reference.values})
+    for name, values in lists.items():
         values = values.filter(trained).drop_null().to_numpy(zero_copy_only=False)
         if not np.isfinite(values).all():
             return f"{name} has {int((~np.isfinite(values)).sum())} values that are no finite number"
     starts = [s["start"] for s in spans[0].as_py()]
-    if not starts or starts[0] != prompt_length or any(a >= b for a, b in zip(starts, starts[1:], strict=False)) or starts[-1] >= tokens:
+    if not starts or starts[0] != prompt_length or any(a >= b for a, b in itertools.pairwise(starts)) or starts[-1] >= tokens:
         return f"version_spans start at {starts}, expected strictly increasing from {prompt_length} and below {tokens}"
     return None
 

@@ -114,7 +114,8 @@ class Tracker:
             except (MlflowException, OSError) as e:
                 if self._closing:
                     return
-                log.warning(f"mlflow at {self._settings.mlflow.uri} is away ({type(e).__name__}); training goes on, {len(self._queue)} steps wait")
+                log.warning(f"mlflow at {self._settings.mlflow.uri} is away ({type(e).__name__}); "
+                            f"training goes on, {len(self._queue)} steps wait")
                 with self._wake:
                     self._wake.wait_for(lambda: self._closing, timeout=pause)
                 pause = min(pause * 2, 30.0)
@@ -165,9 +166,9 @@ def ack_metrics(fresh: list[Ack], latest: list[Ack]) -> dict[str, float]:
     """Metrics of the acks since the last step and of each generator's newest."""
     out: dict[str, float] = {}
     applied = [dict(a.phases_ms) for a in fresh if a.status == "applied"]
-    for name, phases in (("weights/transfer_ms", ("heard", "fetch", "decode")), ("weights/pause_ms", ("apply",)), ("weights/wait_ms", ("wait",))):
-        if applied:
-            out[name] = sum(p.get(k, 0.0) for p in applied for k in phases) / len(applied)
+    named = {"weights/transfer_ms": ("heard", "fetch", "decode"), "weights/wait_ms": ("wait",), "weights/pause_ms": ("apply",)}
+    if applied:
+        out = {name: sum(p.get(k, 0.0) for p in applied for k in phases) / len(applied) for name, phases in named.items()}
     if fresh:
         out["weights/failed"] = float(sum(a.status == "failed" for a in fresh))
     if latest:

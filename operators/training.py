@@ -56,7 +56,8 @@ def limit(seconds: float, what: str, end: Callable[[int], Any] = os._exit) -> It
 
     def stalled() -> None:
         # Not by the log, whose records a process that ends at once takes with it; print is Flink's own here and knows no flush.
-        os.write(2, f"{what} takes longer than {seconds:g} s (training.stall_timeout_s): ending this rank, so that the job starts again\n".encode())
+        os.write(2, (f"{what} takes longer than {seconds:g} s (training.stall_timeout_s): "
+                     "ending this rank, so that the job starts again\n").encode())
         end(STALLED)
 
     timer = threading.Timer(seconds, stalled)

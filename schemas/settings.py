@@ -413,7 +413,8 @@ class Settings(BaseSettings):
     def _consistent(self):
         t, g = self.training, self.grouping
         if t.batch % g.group_size:
-            raise ValueError(f"training.batch ({t.batch}) must be divisible by grouping.group_size ({g.group_size}): whole groups are admitted and trained")
+            raise ValueError(f"training.batch ({t.batch}) must be divisible by grouping.group_size ({g.group_size}): "
+                             "whole groups are admitted and trained")
         if t.kl_coef and not self.reference.enabled:
             raise ValueError("training.kl_coef needs reference.enabled = true")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.run.id):

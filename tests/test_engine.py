@@ -22,6 +22,7 @@ from operators.weights import BadWeights, publish
 from schemas.record import decode, encode
 from schemas.records import Ack, Dispatch, Rollout, Weights, now
 from schemas.settings import GenerationSettings
+from tests.engine_settings import SETTINGS
 from tests.records import prompt
 from tests.tiny import make_tiny_model
 
@@ -397,14 +398,27 @@ def test_first_token_and_measures():
 
 
 def test_an_ack_says_where_the_time_went():
-    b = Bench()
-    event = weights(0)
+    b = Bench().serving(version=0)
+    event = weights(1)
     b.loop.offer(event, event.offered_at.timestamp() + 0.040)
     b.loader.arrive()
     b.time = event.offered_at.timestamp() + 0.100
     b.loop.turn()
-    phases = dict(b.acks[0].phases_ms)
-    assert phases == pytest.approx({"heard": 40, "fetch": 1, "decode": 2, "wait": 57, "apply": 0}, abs=1e-2)
+    first, second = (dict(a.phases_ms) for a in b.acks)
+    assert second == pytest.approx({"heard": 40, "fetch": 1, "decode": 2, "wait": 57, "apply": 0}, abs=1e-2)
+    assert set(first) == {"fetch", "decode", "apply"}, "it was on offer before the engine listened"
+
+
+def test_an_engine_is_hungry_as_long_as_slots_could_be_taken():
+    b = Bench(capacity=2, max_tokens=3).serving()
+    seen = []
+    for i in range(3):
+        seen.append(b.loop.hungry)
+        b.submit(i)
+    b.turns(1)
+    assert [*seen, b.loop.hungry] == [True, True, False, False]
+    b.turns(3)
+    assert b.loop.hungry
 
 
 # --- requests and records
@@ -617,10 +631,10 @@ def probe(request, tmp_path_factory):
 
 
 def logprobs(model, ids, cache=None):
-    """Of each of `ids` but the first, given those before it (and the cache)."""
+    """Of each of `ids` but the first, given those before it (and the cache), at the sampling temperature, which is not 1."""
     with torch.no_grad():
         logits = model(torch.tensor([ids[:-1]]), past_key_values=cache).logits[0]
-    return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return torch.log_softmax(logits.float() / SETTINGS.temperature, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
 def expected(rollout: Rollout, models, mode: str) -> list[float]:

@@ -7,14 +7,17 @@ import json
 import os
 import queue
 import signal
+import threading
 import time
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
+from operators import generation
 from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
-from operators.generation import SILENCE_S, EngineService, GenerationFailed, engine_config, engine_env, start_engine
+from operators.generation import SILENCE_S, EngineService, GenerationFailed, WeightsListener, engine_config, engine_env, start_engine
+from operators.log import Message
 from operators.weights import publish
 from schemas.record import decode, encode
 from schemas.records import Ack, Dispatch, Rollout, Weights, now
@@ -238,6 +241,110 @@ def test_engines_differ_in_seed_and_take_their_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert [engine_env(settings, i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1, 2)] == ["4,5", "6,7", "4,5"]
     assert "CUDA_VISIBLE_DEVICES" not in engine_env(Settings(generation={"device": "cpu"}), 0)
+
+
+# --- the listener
+
+
+class FakeTopic:
+    """The weights topic: what `operators.log` gives of it. `position` moves past what was read, as a consumer's does."""
+
+    def __init__(self, *messages):
+        self.messages, self.position, self.error = list(messages), 0, None
+        self.more = threading.Condition()
+
+    def install(self, monkeypatch):
+        monkeypatch.setattr(generation, "wait_for_topic", lambda kafka, name: None)
+        monkeypatch.setattr(generation, "consumer", lambda kafka: self)
+        monkeypatch.setattr(generation, "read_with", self.read_with)
+        monkeypatch.setattr(generation, "follow", self.follow)
+
+    def append(self, message):
+        with self.more:
+            self.messages.append(message)
+            self.more.notify()
+
+    def fail(self, error):
+        with self.more:
+            self.error = error
+            self.more.notify()
+
+    def read_with(self, client, name):
+        end = len(self.messages)
+        self.messages.append(encode([weights(7)]))  # arrives while the topic is read, and is fetched with the rest
+        self.position = len(self.messages)
+        for offset in range(end):
+            yield Message(name, 0, offset, None, self.messages[offset], 0)
+
+    def follow(self, client, timeout_ms):
+        with self.more:
+            self.more.wait_for(lambda: self.error or self.position < len(self.messages), timeout=0.05)
+            if self.error:
+                raise self.error
+            out = [Message("", 0, i, None, self.messages[i], 0) for i in range(self.position, len(self.messages))]
+            self.position = len(self.messages)
+        return out
+
+    def assignment(self):
+        return ["the partition"]
+
+    def seek(self, partition, offset):
+        self.position = offset
+
+    def close(self):
+        pass
+
+
+class HeardService:
+    def __init__(self):
+        self.heard, self.failures = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def offer(self, event, heard_at):
+        self.heard.put((event.epoch, event.version))
+
+    def caught_up(self):
+        self.heard.put("caught up")
+
+    def fail(self, cause):
+        self.failures.put(cause)
+
+
+def test_the_newest_version_on_offer_is_said_before_the_word_to_serve_and_none_is_missed_after_it(monkeypatch):
+    stream = FakeTopic(*(encode([weights(v, e)]) for v, e in ((0, 0), (5, 0), (3, 1), (4, 0))))
+    stream.install(monkeypatch)
+    service = HeardService()
+    listener = WeightsListener(Settings(), service)
+    assert [service.heard.get(timeout=10) for _ in range(3)] == [(1, 3), "caught up", (0, 7)]
+    stream.append(encode([weights(4, 1)]))
+    assert service.heard.get(timeout=10) == (1, 4)
+    listener.close()
+    assert service.failures.empty()
+
+
+def test_malformed_events_go_to_the_dead_letters_and_the_stream_goes_on(monkeypatch):
+    dead = []
+    monkeypatch.setattr(generation, "DeadLetters", lambda *_: lambda cause, original: dead.append(original))
+    stream = FakeTopic(encode([weights(0)]), b"no event")
+    stream.install(monkeypatch)
+    service = HeardService()
+    listener = WeightsListener(Settings(), service)
+    assert [service.heard.get(timeout=10) for _ in range(3)] == [(0, 0), "caught up", (0, 7)]
+    stream.append(b"garbage")
+    stream.append(encode([weights(8)]))
+    assert service.heard.get(timeout=10) == (0, 8)
+    listener.close()
+    assert dead == [b"no event", b"garbage"]
+
+
+def test_a_listener_that_raises_says_so_at_once(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    stream = FakeTopic()
+    stream.install(monkeypatch)
+    service = HeardService()
+    WeightsListener(Settings(), service)
+    assert service.heard.get(timeout=10) == "caught up"
+    stream.fail(KeyError("version 3"))
+    assert "weights listener" in (cause := service.failures.get(timeout=10)) and "KeyError: 'version 3'" in cause
 
 
 # --- a real engine

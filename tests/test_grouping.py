@@ -77,7 +77,7 @@ def test_a_replay_of_the_winner_is_no_duplicate():
 ])
 def test_what_cannot_be_trained_has_a_cause(changes, what, cause):
     """Case 13 among them: one bad row leaves, its group goes on."""
-    row, outcome, why = row_of(table(rollout(0, changes.pop("sample_index", 0), **changes)))
+    _, outcome, why = row_of(table(rollout(0, changes.pop("sample_index", 0), **changes)))
     assert outcome == what
     assert cause in why
 

@@ -1,10 +1,11 @@
 import pytest
-from hypothesis import given, settings as hypothesis_settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from operators.sequencer import Sequencer
 from schemas.record import BadRecord
-from schemas.records import Manifest, Outcome, Step, now
+from schemas.records import Manifest, Step, now
 from schemas.settings import load
 from tests.records import admission, rollout, table
 
