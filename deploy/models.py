@@ -179,8 +179,8 @@ def _threads(count: int):
 def make_in_process(kind: str, folder: Path | None = None, seed: int = 0) -> Path:
     """`demo` (into `folder`) or `smollm2` (into the cache), made by a process of its own: torch's memory goes with it.
     Raises ModelMissing."""
-    made = subprocess.run([sys.executable, "-m", "deploy.models", kind, str(folder or ""), str(seed)], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    made = subprocess.run([sys.executable, "-m", "deploy.models", kind, str(folder or ""), str(seed)], capture_output=True,
+                          text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"},
                           cwd=Path(__file__).resolve().parent.parent)
     if made.returncode:
         raise ModelMissing(f"the model {kind!r} could not be made:\n{made.stderr[-2000:]}")

@@ -37,7 +37,7 @@ from schemas.settings import GenerationSettings
 
 STATS_EVERY_S = 0.25
 HEARTBEAT_S = 5.0  # measures are said this often even if they stay the same
-FRAMES_A_TURN = 8  # while sequences are in flight, new frames must not hold up the next step
+SAMPLES_A_TURN = 8  # while all slots are taken, tokenising new samples must not hold up the next step
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +91,9 @@ class EngineLoop:
         self._stats_at, self._said_at, self._stats_said = 0.0, 0.0, b""
 
     @property
-    def idle(self) -> bool:
-        return not self._in_flight
+    def hungry(self) -> bool:
+        """More samples could be in flight than it has."""
+        return len(self._in_flight) + len(self._waiting) < self._capacity
 
     def submit(self, ident: str, attempt: int, record: bytes) -> None:
         self._queue(self._rollouts.request(ident, attempt, record))
@@ -104,7 +105,8 @@ class EngineLoop:
         if (self._held is not None and key <= _key(self._held)) or (self._wanted is not None and key <= self._wanted):
             return
         self._wanted = key
-        self._loader.offer(event, heard_at)
+        # What was on offer before this engine could hear it says nothing of how fast it hears.
+        self._loader.offer(event, heard_at if self._serving else None)
 
     def serve(self) -> None:
         """What was on offer when the operator opened has been said: serve once the newest of it is held."""
@@ -193,7 +195,9 @@ class EngineLoop:
             self._ack(arrival, {}, arrival.cause)
             return
         started = self._clock()
-        phases = {"wait": max(0.0, (started - arrival.heard_at) * 1000 - sum(arrival.phases_ms.values()))}
+        phases = {}
+        if arrival.heard_at is not None:
+            phases["wait"] = max(0.0, (started - arrival.heard_at) * 1000 - sum(arrival.phases_ms.values()))
         previous, new = self._held, arrival.weights
         try:
             self._write(new)
@@ -246,11 +250,11 @@ class EngineLoop:
 
     def _ack(self, arrival: Arrival, phases: dict[str, float], cause: str | None) -> None:
         event = arrival.event
-        heard = (arrival.heard_at - event.offered_at.timestamp()) * 1000
+        heard = {} if arrival.heard_at is None else {"heard": (arrival.heard_at - event.offered_at.timestamp()) * 1000}
         self._send(ACK, encode([Ack(
             run_id=self._run_id, generator_id=self._generator_id, status="applied" if cause is None else "failed", epoch=event.epoch,
             version=event.version, digest=event.digest, cause=cause,
-            phases_ms=list({"heard": heard, **arrival.phases_ms, **phases}.items()), in_flight=len(self._in_flight),
+            phases_ms=list((heard | arrival.phases_ms | phases).items()), in_flight=len(self._in_flight),
             waiting=self._waiting_count(), generated_tokens=self._generated_tokens(), busy_steps=self._busy_steps,
             in_flight_sum=self._in_flight_sum, capacity_sum=self._capacity_sum, at=now())]))
 
@@ -280,12 +284,16 @@ def run(parent: Parent) -> None:
     """The child process: frames in, frames out, the loop in this thread."""
     config = parent.config
     settings = GenerationSettings.model_validate(config["generation"])
-    inbox: collections.deque[tuple[int, bytes]] = collections.deque()
+    samples: collections.deque[bytes] = collections.deque()
+    commands: collections.deque[tuple[int, bytes]] = collections.deque()  # versions do not queue behind samples
     wake = threading.Event()
 
     def read() -> None:
-        for frame in parent.incoming():  # ends the process with the pipe, also while the engine still loads
-            inbox.append(frame)
+        for kind, payload in parent.incoming():  # ends the process with the pipe, also while the engine still loads
+            if kind == SUBMIT:
+                samples.append(payload)
+            else:
+                commands.append((kind, payload))
             wake.set()
 
     threading.Thread(target=read, name="frames", daemon=True).start()
@@ -301,11 +309,9 @@ def run(parent: Parent) -> None:
                       kv_cache_mode=settings.kv_cache_mode)
     parent.send(READY, json.dumps({"engine": engine.name, "seconds": time.time() - started, "pid": os.getpid()}).encode())
     while True:
-        for _ in range(len(inbox) if loop.idle else min(len(inbox), FRAMES_A_TURN)):
-            kind, payload = inbox.popleft()
-            if kind == SUBMIT:
-                loop.submit(*unpack_submit(payload))
-            elif kind == OFFER:
+        while commands:
+            kind, payload = commands.popleft()
+            if kind == OFFER:
                 heard_at, message = unpack_offer(payload)
                 for event in decode(Weights, message):
                     loop.offer(event, heard_at)
@@ -313,7 +319,11 @@ def run(parent: Parent) -> None:
                 loop.serve()
             else:
                 raise ValueError(f"frame of unknown kind {kind}: operator and engine are of different versions")
-        if not loop.turn() and not inbox:
+        taken = 0
+        while samples and (loop.hungry or taken < SAMPLES_A_TURN):
+            loop.submit(*unpack_submit(samples.popleft()))
+            taken += 1
+        if not loop.turn() and not samples and not commands:
             wake.wait(STATS_EVERY_S)
             wake.clear()
 

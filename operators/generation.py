@@ -40,6 +40,8 @@ GAUGES = ("in_flight", "waiting", "held_version", "generated_tokens")
 
 log = logging.getLogger(__name__)
 
+log = logging.getLogger(__name__)
+
 
 class GenerationFailed(RuntimeError):
     """Generation cannot go on; the text says what broke and why."""

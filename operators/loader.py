@@ -98,10 +98,13 @@ class WeightFiles:
 
 @dataclasses.dataclass
 class Arrival:
-    """What a loader made of an event: weights, or the cause why not. `phases_ms` has fetch and decode."""
+    """What a loader made of an event: weights, or the cause why not. `phases_ms` has fetch and decode.
+
+    `heard_at` is in seconds since the epoch; None if it was on offer before anybody listened.
+    """
 
     event: Weights
-    heard_at: float
+    heard_at: float | None
     phases_ms: dict[str, float]
     weights: LoadedWeights | None = None
     cause: str | None = None
@@ -118,12 +121,12 @@ class Loader:
                  notify: Callable[[], None]):
         self._load, self._refusals, self._notify = load, refusals, notify
         self._turn = threading.Condition()
-        self._next: tuple[Weights, float] | None = None
+        self._next: tuple[Weights, float | None] | None = None
         self._arrivals: collections.deque[Arrival] = collections.deque()
         self._error: BaseException | None = None
         threading.Thread(target=self._run, name="weights-loader", daemon=True).start()
 
-    def offer(self, event: Weights, heard_at: float) -> None:
+    def offer(self, event: Weights, heard_at: float | None) -> None:
         with self._turn:
             self._next = event, heard_at
             self._turn.notify()

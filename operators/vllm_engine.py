@@ -59,6 +59,9 @@ class VLLMEngine:
         self.stop_ids = self._stop_ids()
         self._params = SamplingParams(temperature=settings.temperature, logprobs=0, flat_logprobs=True, detokenize=False,
                                       output_kind=RequestOutputKind.FINAL_ONLY)
+        if self._params.temperature != settings.temperature:
+            raise ValueError(f"vLLM would sample at temperature {self._params.temperature:g}, not at generation.temperature "
+                             f"{settings.temperature:g}: every log-probability would be of another distribution than it says")
         self._internal: dict[str, str] = {}  # our ident -> the engine's
 
     def _stop_ids(self) -> frozenset[int]:

@@ -25,10 +25,8 @@ from operators.vllm_engine import VLLMEngine
 from operators.weights import BadWeights, publish
 from schemas.record import encode
 from schemas.records import Dispatch, Weights, now
-from schemas.settings import GenerationSettings
+from tests.engine_settings import SETTINGS
 from tests.records import prompt
-
-SETTINGS = GenerationSettings(batch=4, max_tokens=24, max_model_len=64, dtype="float32", kv_cache_mb=16, temperature=1.0)
 
 
 class Broken:
