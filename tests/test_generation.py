@@ -360,7 +360,7 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("generation") / "model")
 
 
-def wait_for(condition, what, deadline_s=240):
+def wait_for(condition, what, deadline_s=600):
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"waited for {what}"
