@@ -105,7 +105,7 @@ def _fetch(endpoint: str, folder: Path) -> None:
     from jgo.parse import Endpoint
     from requests import RequestException
 
-    log.info("fetching %s from Maven Central (once)", endpoint.replace("!", ""))
+    log.warning("fetching %s from Maven Central (once)", endpoint.replace("!", ""))  # half a minute: a person should know
     repository = folder / "repository"  # jgo writes its cache in place and trusts it by name: not shared, not kept
     context = MavenContext(repo_cache=repository, local_repos=[], timeout=30)
     try:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from deploy.jars import connector_jar, kafka_jars
 from deploy.services import HOST, MARKER, ports, with_bytecode
 from deploy.supervisor import GRACE_S, STATE, command_line, hold, kill_strays
 from schemas.settings import StackSettings
@@ -67,7 +68,8 @@ class Stack:
     def up(self, *, owned: bool) -> bool:
         """Start what is not up and return when all of it answers; whether it was this call that started it.
 
-        An owned stack ends with this process, however that ends; otherwise it stays until `down`. Raises StackError.
+        An owned stack ends with this process, however that ends; otherwise it stays until `down`. Raises StackError, and
+        deploy.jars.JarsAway the first time on a machine that cannot reach Maven Central.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
@@ -77,6 +79,8 @@ class Stack:
         started = not self._is_held()
         if started:
             self._refuse_taken_ports()
+            kafka_jars()  # here rather than in the supervisor: the first time takes half a minute and may fail
+            connector_jar()
             (self.folder / STATE).unlink(missing_ok=True)
             with (self.logs / "supervisor.log").open("ab") as log:
                 self._supervisor = subprocess.Popen(
@@ -129,7 +133,8 @@ class Stack:
         try:
             started = self.up(owned=True)
         except BaseException:
-            self.down()  # not left half-started by an interrupt
+            if self._supervisor is not None:  # an interrupt leaves nothing half-started, and a stack of others alone
+                self.down()
             raise
         try:
             yield self
@@ -175,8 +180,8 @@ class Stack:
         while True:
             state = self._state()
             held = self._is_held()
-            if held and state and state["settings"] != self.settings.model_dump(mode="json"):
-                raise StackError(f"the stack in {self.folder} is up with other settings: `pipelinerl down` stops it")
+            if held and state and (differ := _difference(state["settings"], self.settings.model_dump(mode="json"))):
+                raise StackError(f"the stack in {self.folder} is up with other settings ({differ}): `pipelinerl down` stops it")
             if held and state and state["phase"] == "up":
                 failed = [s["name"] for s in state["services"] if s["state"] == "failed"]
                 if failed:
@@ -201,6 +206,10 @@ class Stack:
         taken += [f"port {p} is given to more than one of {', '.join(wanted)}" for p in sorted(set(numbers)) if numbers.count(p) > 1]
         if taken:
             raise StackError("\n".join(taken) + "\nstop it, or give the stack another port; nothing was started")
+
+
+def _difference(has: dict, wanted: dict) -> str:
+    return ", ".join(f"stack.{k} is {has.get(k)}, not {v}" for k, v in wanted.items() if has.get(k) != v)
 
 
 def _is_taken(port: int) -> bool:

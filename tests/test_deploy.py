@@ -383,6 +383,19 @@ def test_one_port_for_two_services_is_refused(tmp_path):
         Stack(stack_settings(tmp_path, kafka_port=port, mlflow_port=port)).up(owned=True)
 
 
+def test_a_stack_that_is_up_with_other_settings_is_left_alone(fake, tmp_path):
+    fake()
+    before = up(tmp_path)
+    other = Stack(StackSettings(dir=tmp_path, task_slots=3))
+    with pytest.raises(StackError, match=r"up with other settings \(stack.task_slots is 8, not 3\)"), other.borrowed_or_owned():
+        pass
+    with pytest.raises(StackError, match="is up in .* already"), Stack(StackSettings(dir=tmp_path)).owned():
+        pass
+    with Stack(StackSettings(dir=tmp_path)).borrowed_or_owned():
+        pass
+    assert up(tmp_path) == before
+
+
 def test_command_line_of_a_java_process_is_its_main_class():
     class Java:
         def cmdline(self):
