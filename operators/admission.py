@@ -208,7 +208,10 @@ class AdmissionFunction(KeyedProcessFunction):
         controls = list(self._log.rows(Control, topic(run, CONTROL)))
         self._ending = any(c.kind == "end_of_prompts" for c in controls)
         self._admitter.stopping |= any(c.kind == "stop" for c in controls)
-        self._slots = Slots(slot_keys(s.generation.slots))
+        keys = slot_keys(s.generation.slots)
+        for key in keys:  # Flink opens an operator at its first record: wake the engines, which load while the trainer does
+            yield Row(key, b"")
+        self._slots = Slots(keys)
         self._prompts = consumer(s.kafka)
         self._partition = TopicPartition(self._topic, 0)
         self._prompts.assign([self._partition])

@@ -1,7 +1,8 @@
 """The sequencer, parallelism 1: it decides what is trained, in which step, and commits each step by a manifest.
 
 Promises (invariants 5 and 6): a row enters step k only if k - 1 - its oldest version <= max_lag; a step's micro-batches count only with
-their manifest; rows in a manifest are spent; at most pipeline_depth steps lie ready ahead of the trainer. Opening fences whoever wrote
+their manifest; rows in a manifest are spent; at most pipeline_depth steps lie ready behind the one in training. To form a step early costs
+no lag, since the lag counts from the step: it spares the trainer the wait. Opening fences whoever wrote
 before and adopts every manifest and outcome in the log: the log decides, Flink's state holds only rows that wait.
 """
 
@@ -154,7 +155,7 @@ class Sequencer:
         limit = self.settings.run.max_steps
         if limit is not None and self.formed >= limit:
             self.stop(f"max_steps {limit}")
-        if not self.stopping and self.formed - self.trained < self.settings.packing.pipeline_depth:
+        if not self.stopping and self.formed - self.trained <= self.settings.packing.pipeline_depth:
             step = self.formed + 1
             self.grouper.drop_stale(step, self.settings.training.max_lag)
             ready = self.grouper.ready
@@ -213,7 +214,7 @@ class Sequencer:
             "rollouts": t.counts["rollouts"],
             "rollout/truncated": t.counts["truncated"] / n, "rollout/length_mean": t.tokens / n, "seq/spans_mean": t.spans / n,
             "generation/tokens": t.tokens, "queue/buffered": self.grouper.buffered, "queue/ready_groups": len(self.grouper.ready),
-            "queue/unresolved": self.grouper.unresolved, "queue/steps_ahead": self.formed - self.trained,
+            "queue/unresolved": self.grouper.unresolved, "queue/steps_ahead": max(0, self.formed - self.trained - 1),
         }
         if seconds > 0:
             metrics["generation/tokens_per_s"] = t.tokens / seconds

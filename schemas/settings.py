@@ -177,7 +177,7 @@ class PackingSettings(Section):
     micro_batch_size: Positive | None = None
     """Sequences a micro-batch without dynamic batching."""
     pipeline_depth: Positive = 1
-    """Steps that lie ready ahead of the trainer."""
+    """Steps that lie ready behind the one in training."""
     last_step: Literal["drop", "train"] = "drop"
     """What becomes of the groups that are left at the end of the prompts and fill no step: outcome end_of_run, or a smaller last step."""
 

@@ -62,12 +62,12 @@ def test_a_step_is_whole_groups_and_leaves_the_rest():
 
 
 def test_no_further_ahead_than_pipeline_depth():
-    log = Log(sequencer(**{"packing.pipeline_depth": 2}))
+    log = Log(sequencer(**{"packing.pipeline_depth": 2, "training.max_lag": 3}))
     for g in range(10):
         log.group(g)
-    assert [m.step for m in log.commit()] == [1, 2]
+    assert [m.step for m in log.commit()] == [1, 2, 3], "one in training, two behind it"
     log.s.step(step(1))
-    assert [m.step for m in log.commit()] == [3]
+    assert [m.step for m in log.commit()] == [4]
 
 
 def test_lag_is_bounded_and_the_stale_say_so():
