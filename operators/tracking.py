@@ -32,8 +32,10 @@ def client(settings: Settings):
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow.tracking import MlflowClient
 
+    logging.getLogger("mlflow.store").setLevel(logging.WARNING)  # it announces that it waits for what is there already
     return MlflowClient(settings.mlflow.uri)
 
 
