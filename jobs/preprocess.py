@@ -55,7 +55,7 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
 
 
 def _with_key(value: bytes) -> Row:
-    return Row(read(Rollout, bytes(value)).column("group_id")[0].as_py().encode(), value)
+    return Row(read(Rollout, bytes(value), checked=True).column("group_id")[0].as_py().encode(), value)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ class Run:
 
         for name, job in self.jobs.items():
             state = flink.job_state(job, self.settings)
-            if state in ("FAILED", "CANCELED", "FINISHED", "SUSPENDED"):
+            if state in flink.ENDED:
                 raise RunFailed(f"job {name} is {state}: {flink.exceptions(job, self.settings) or 'no cause is known'}")
 
     def _settle(self, display: Display, deadline_s: float = 60.0) -> Accounts:

@@ -145,6 +145,8 @@ class Slots:
 class AdmissionFunction(KeyedProcessFunction):
     """Outcomes and control in (key 0); Row(slot, dispatch) out, one a sample."""
 
+    LOOK_MS = 50  # how often it looks for new prompts while there is credit
+
     def __init__(self, settings: Settings):
         self.settings = settings
 
@@ -152,6 +154,7 @@ class AdmissionFunction(KeyedProcessFunction):
         die_with_parent()
         self._dispatched = context.get_state(ValueStateDescriptor("dispatched", Types.LONG()))
         self._admitter: Admitter | None = None
+        self._timers: set[int] = set()  # registered and not yet due
         metrics = context.get_metrics_group().add_group("pipelinerl")
         metrics.gauge("unresolved", lambda: self._admitter.limit - self._admitter.credit if self._admitter else 0)
         metrics.gauge("admitted_groups", lambda: self._admitter.groups if self._admitter else 0)
@@ -190,12 +193,15 @@ class AdmissionFunction(KeyedProcessFunction):
             self._prompts.close()
 
     def _arm(self, ctx) -> None:
-        # Timers of the same instant are one. The far one survives a restore that loses the near one (registered in the bundle
-        # that the checkpoint flushed).
+        # Outcomes bring credit and wake this function; between them it looks for new prompts only while it could admit one. The far
+        # timer survives a restore that loses the near one (registered in the bundle that the checkpoint flushed).
         now_ms = ctx.timer_service().current_processing_time()
-        tick = self.settings.flink.tick_ms
-        ctx.timer_service().register_processing_time_timer((now_ms // tick + 1) * tick)
-        ctx.timer_service().register_processing_time_timer((now_ms // 1000 + 2) * 1000)
+        wanted = {(now_ms // 1000 + 2) * 1000}
+        if self._admitter.credit >= self._admitter.group_size and not self._admitter.closed:
+            wanted.add((now_ms // self.LOOK_MS + 1) * self.LOOK_MS)
+        for at in wanted - self._timers:  # each costs a message to the JVM
+            ctx.timer_service().register_processing_time_timer(at)
+        self._timers = {at for at in self._timers | wanted if at > now_ms}
 
     def _start(self):
         """Fence the predecessor, take up the ledger, dispatch again what the restored state does not hold."""

@@ -78,6 +78,7 @@ class Offload(KeyedProcessFunction):
         self._key_of: dict[str, Any] = {}  # what the service holds
         self._held: dict[Any, int] = {}  # key -> records the service holds of it; a key in it has been seen since the restore
         self._answers: dict[Any, list[tuple[str, list]]] = {}  # drained, waiting for a timer of their key
+        self._near: dict[Any, int] = {}  # newest timers registered, of each key
         self._far: dict[Any, int] = {}
         self._pause, self._looked_at = 1, 0  # ticks until the next look; when the last one was due
         group = context.get_metrics_group().add_group("pipelinerl")
@@ -148,7 +149,10 @@ class Offload(KeyedProcessFunction):
         timers = ctx.timer_service()
         now = timers.current_processing_time()
         pause = self._pause * self._tick_ms
-        timers.register_processing_time_timer((now // pause + 1) * pause)
+        near = (now // pause + 1) * pause
+        if self._near.get(key) != near:  # each registration is a message to the JVM
+            self._near[key] = near
+            timers.register_processing_time_timer(near)
         # Timers registered in the bundle that a checkpoint flushes can be missing after a restore. One at least a second
         # ahead was registered in an earlier bundle and is not.
         far = (now // 1000 + 2) * 1000

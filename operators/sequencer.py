@@ -261,6 +261,7 @@ class SequencerFunction(KeyedProcessFunction):
         self._rows = context.get_map_state(MapStateDescriptor("rows", Types.STRING(), Types.PRIMITIVE_ARRAY(Types.BYTE())))
         self._sequencer: Sequencer | None = None
         self._log: OwnedLog | None = None
+        self._timers: set[int] = set()  # registered and not yet due
         metrics = context.get_metrics_group().add_group("pipelinerl")
         metrics.gauge("buffered", lambda: self._sequencer.grouper.buffered if self._sequencer else 0)
         metrics.gauge("unresolved", lambda: self._sequencer.grouper.unresolved if self._sequencer else 0)
@@ -272,7 +273,7 @@ class SequencerFunction(KeyedProcessFunction):
         try:
             kind = name_of(value)
             if kind == Rollout.record_name:
-                table = read(Rollout, value)
+                table = read(Rollout, value, checked=True)  # reward and reference have read it
                 for i in range(table.num_rows):
                     self._row(table.slice(i, 1) if table.num_rows > 1 else table, value if table.num_rows == 1 else None, at)
             elif kind == Admission.record_name:
@@ -359,7 +360,12 @@ class SequencerFunction(KeyedProcessFunction):
                 self._rows.remove(f"{o.group_id}#{o.sample_index}")
 
     def _arm(self, ctx) -> None:
-        # The far timer survives a restore that loses the near one (registered in the bundle that the checkpoint flushed).
+        """Decisions are written soon; deadlines are looked at every second. The far timer survives a restore that loses the near one
+        (registered in the bundle that the checkpoint flushed)."""
         now_ms = ctx.timer_service().current_processing_time()
-        ctx.timer_service().register_processing_time_timer((now_ms // self.FLUSH_MS + 1) * self.FLUSH_MS)
-        ctx.timer_service().register_processing_time_timer((now_ms // 1000 + 2) * 1000)
+        wanted = {(now_ms // 1000 + 2) * 1000}
+        if self._sequencer.grouper.decisions:
+            wanted.add((now_ms // self.FLUSH_MS + 1) * self.FLUSH_MS)
+        for at in wanted - self._timers:  # each costs a message to the JVM
+            ctx.timer_service().register_processing_time_timer(at)
+        self._timers = {at for at in self._timers | wanted if at > now_ms}
