@@ -6,12 +6,14 @@ Promises: every figure in a report was measured in the run that printed it; a ra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -114,6 +116,27 @@ def machine() -> dict[str, Any]:
             "load_before": round(os.getloadavg()[0], 2), "cpu_busy_before": round(psutil.cpu_percent(interval=1.0) / 100, 2)}
 
 
+def _used() -> tuple[float, float]:
+    """CPU seconds since boot of the whole machine, and of this process with its living and reaped descendants since it began."""
+    t = psutil.cpu_times()
+    mine = 0.0
+    me = psutil.Process()
+    for p in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            mine += sum(p.cpu_times()[:4])  # user, system, and both of reaped children
+    return sum(t) - t.idle - getattr(t, "iowait", 0.0) - getattr(t, "guest", 0.0) - getattr(t, "guest_nice", 0.0), mine
+
+
+_BEGAN = time.monotonic(), *_used()
+
+
+def busy_by_others() -> float:
+    """Share of the machine's CPUs that processes of others (and the hypervisor) have used since this module was imported."""
+    began, all_then, mine_then = _BEGAN
+    all_now, mine_now = _used()
+    return max(0.0, (all_now - all_then) - (mine_now - mine_then)) / ((time.monotonic() - began) * psutil.cpu_count())
+
+
 def versions() -> dict[str, str]:
     """Of the packages that are installed."""
     out = {}
@@ -145,6 +168,7 @@ def cpu_seconds(pid: int, below: bool = True) -> float:
 def report(name: str, value: Measure, measures: Sequence[Measure], *, sides: dict[str, Any], settings: dict[str, Any],
            seeds: dict[str, int], on: dict[str, Any], folder: Path | None = None) -> Path:
     """Print the table and write `<name>.json`. `value` is the figure held against the goal; `on` is `machine()` of the beginning."""
+    on = on | {"cpu_busy_by_others": round(busy_by_others(), 2)}
     _print(name, [value, *measures], on)
     content = {
         "name": name, "value": value.value, "goal": value.goal, "unit": value.unit, "what": value.name, "reached": value.reached,
@@ -174,7 +198,8 @@ def _print(name: str, measures: Sequence[Measure], on: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"benchmark {name}", title_justify="left", caption_justify="left",
-                  caption=f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB; {on['cpu_busy_before']:.0%} busy before it began")
+                  caption=f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB; "
+                          f"{on['cpu_busy_by_others']:.0%} of it used by others meanwhile")
     for column, side in (("measure", "left"), ("value", "right"), ("unit", "left"), ("95 % interval", "right"), ("n", "right"),
                          ("goal", "right"), ("reached", "left")):
         table.add_column(column, justify=side)
