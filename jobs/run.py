@@ -72,6 +72,10 @@ class Run:
         with Display(self.progress) as display, ThreadPoolExecutor(len(JOBS)) as pool:
             from deploy import flink
 
+            for job in flink.jobs(s):  # left by a command that was killed: two of a kind would fence each other in turn
+                if job["name"] in [f"{s.run.id}-{name}" for name in JOBS] and job["state"] not in flink.ENDED:
+                    display.say(f"job {job['name']} is still there from an earlier command: cancelling it")
+                    flink.cancel(job["jid"], s)
             submitted = {name: pool.submit(flink.submit, name, s) for name in JOBS}
             if load_prompts is not None:
                 loaded = load_prompts(s)

@@ -32,7 +32,7 @@ class Tokens:
     sequences: int  # S
     reference: torch.Tensor | None = None  # [K] float32; NaN where there is none
     entropy: torch.Tensor | None = None  # [K] float32, with gradient if it is in the loss
-    on_policy: torch.Tensor | None = None  # [K] bool: sampled by the very version that trains
+    on_policy: torch.Tensor | None = None  # [K] bool: of a sequence sampled by the very version that trains
 
 
 class Terms(NamedTuple):

@@ -175,3 +175,16 @@ def test_a_model_that_mixes_packed_sequences_is_refused(folder):
     model._pipelinerl_selects_logits = True
     with pytest.raises(BadModel, match="cannot be trained on packed sequences"):
         check_packing(model, 1e-4)
+
+
+def test_only_sequences_wholly_of_the_training_version_tell_of_a_mismatch():
+    """A token of this version on an older version's KV cache is of another distribution, whatever engine made it."""
+    random = np.random.default_rng(0)
+    rows = [batches.sequence(5, 0, random, version_spans=[{"start": 2, "policy_version": 4}], prompt_length=2),
+            batches.sequence(5, 1, random, version_spans=[{"start": 2, "policy_version": 3}, {"start": 4, "policy_version": 4}], prompt_length=2)]
+    for r in rows:
+        r.loss_mask = [i >= 2 for i in range(len(r.token_ids))]
+        r.rollout_logprobs = [-1.0 if i >= 2 else None for i in range(len(r.token_ids))]
+    first = len(rows[0].token_ids) - 2
+    read = microbatch.read(batches.table(rows)).on_policy.tolist()
+    assert read == [True] * first + [False] * (len(read) - first)

@@ -379,8 +379,12 @@ def test_measures_of_a_step(group, model, tmp_path):
     assert metrics["seq/spans_mean"] == 1.5
     assert metrics["train/tokens"] == manifest.tokens
     assert metrics["lr"] == 1e-3 and metrics["grad_norm"] > 0 and 0 < metrics["ess/raw"] <= 1
-    assert {"loss", "ess/clipped", "is_ratio/mean", "is_ratio/max", "is_ratio/clipped_frac", "kl/ref", "kl/behaviour", "mismatch/kl",
-            "mismatch/abs_mean", "entropy", "seq/length_mean", "train/tokens_per_s"} <= metrics.keys()
+    assert {"loss", "ess/clipped", "is_ratio/mean", "is_ratio/max", "is_ratio/clipped_frac", "kl/ref", "kl/behaviour", "entropy",
+            "seq/length_mean", "train/tokens_per_s"} <= metrics.keys()
+    assert "mismatch/kl" not in metrics, "no sequence is wholly of version 3, so nothing can tell"
+    whole = {"version_spans": [{"start": 5, "policy_version": 4}], **{k: v for k, v in change[1].items() if k != "version_spans"}}
+    manifest, tables = batches.step(5, 2, rows=2, change=lambda i: whole if i == 1 else {})
+    assert {"mismatch/kl", "mismatch/abs_mean"} <= trainer.train(manifest, tables).keys()
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")])
