@@ -190,7 +190,8 @@ class Grouper:
             group.resolved | {i: r.rollout_id for i, r in group.rows.items()})
         winner = winners.get(row.sample_index, row.rollout_id)
         if winner != row.rollout_id:  # the same rollout again is a replay of the log, not a second rollout
-            self.decisions.append(Decision(row.group_id, row.sample_index, row.rollout_id, "duplicate", f"rollout {winner} came first"))
+            cause = f"rollout {winner} came first" if winner else "the sample's outcome was decided before it came"
+            self.decisions.append(Decision(row.group_id, row.sample_index, row.rollout_id, "duplicate", cause))
 
     def _settle(self, group: Group) -> None:
         """A group with nothing missing becomes ready, or is filtered."""
