@@ -98,11 +98,11 @@ def exact_match(completion: str, answer: str | None, metadata: dict | None = Non
 
 @task("characters")
 def characters(completion: str, answer: str | None, metadata: dict | None = None) -> dict[str, float]:
-    """Partial credit by position: the share of the answer's characters that stand in their place, less what stands beyond its end."""
+    """Partial credit: the square of the share of positions at which completion and answer have the same character, out of the longer's
+    length. It tells any two lengths apart, so that a group has a gradient however wrong its answers are; half right is a quarter."""
     answer = _needs(answer, "characters")
     same = sum(a == b for a, b in zip(completion, answer, strict=False))
-    beyond = max(0, len(completion) - len(answer))
-    return {"characters": max(0.0, (same - beyond) / max(len(answer), 1))}
+    return {"characters": (same / max(len(answer), len(completion), 1)) ** 2}
 
 
 def _math_verify():

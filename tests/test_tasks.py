@@ -15,16 +15,17 @@ def test_exact_match(completion, answer, expected):
 
 @pytest.mark.parametrize("completion, answer, expected", [
     ("1111", "1111", 1.0),
-    ("11", "1111", 0.5),
-    ("11111", "1111", 0.75),  # a character too many costs as much as one too few
-    ("11111111", "1111", 0.0),
-    ("0110", "1111", 0.5),
+    ("11", "1111", 0.25),
+    ("11111", "1111", 0.64),
+    ("11111111", "1111", 0.25),  # going on costs as much as stopping early
+    ("1111111111111111", "11", 1 / 64),  # hopeless, and still better than longer
+    ("0110", "1111", 0.25),
     ("9999999", "1111", 0.0),
     ("", "1111", 0.0),
     ("", "", 0.0),
 ])
 def test_characters_is_partial_credit_by_position(completion, answer, expected):
-    assert grade("characters", completion, answer) == {"characters": expected}
+    assert grade("characters", completion, answer) == pytest.approx({"characters": expected})
 
 
 @pytest.mark.parametrize("completion, answer, expected", [
