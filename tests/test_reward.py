@@ -461,7 +461,7 @@ def test_many_rows_over_several_children_come_out_once_each(service):
     s = service(workers=2)
     rows = grade_all(s, [rollout(sample_index=i, completion="1" * (i % 5)) for i in range(300)])
     assert [r.sample_index for r in rows] == list(range(300))
-    assert [r.reward for r in rows] == pytest.approx([(i % 5) / 4 for i in range(300)])
+    assert [r.reward for r in rows] == pytest.approx([((i % 5) / 4) ** 2 for i in range(300)])
     assert s.counts == {"ok": 300} and s.depth == 0
 
 
