@@ -7,6 +7,7 @@ Imports what a command needs when it runs: `--help`, and a mistake in a flag, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _errors() -> tuple[type[Exception], ...]:
     """What is said for a person: it names what, where, and what to do. Only modules that are loaded can have raised theirs."""
-    named = {"operators.log": ("BrokerAway",), "jobs.run": ("RunFailed",), "jobs.prompts": ("BadPrompts",), "jobs.replay": ("NoTopic",),
+    named = {"operators.log": ("BrokerAway", "NoTopic"), "jobs.run": ("RunFailed",), "jobs.prompts": ("BadPrompts",),
              "operators.tasks": ("UnknownTask",), "deploy.stack": ("StackError",), "deploy.flink": ("SubmitFailed",),
              "deploy.rest": ("Unreachable",), "deploy.jars": ("JarsAway",), "deploy.models": ("ModelMissing",)}
     return tuple(getattr(sys.modules[m], n) for m, names in named.items() if m in sys.modules for n in names)
@@ -195,9 +196,12 @@ def _show(settings: Settings, made: dict) -> int:
 
 
 def _stack(settings: Settings):
+    """The local stack, started if it is not up; nothing where the settings name a broker or a Flink cluster elsewhere."""
     from deploy.stack import Stack
 
-    return Stack(settings.stack).borrowed_or_owned()
+    stack = Stack(settings.stack)
+    elsewhere = settings.stack.flink_rest is not None or settings.kafka.bootstrap != stack.kafka_bootstrap
+    return contextlib.nullcontext() if elsewhere else stack.borrowed_or_owned()
 
 
 def _demo(settings: Settings, args: argparse.Namespace) -> int:

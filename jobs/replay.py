@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from operators.log import Message, client_config, consumer, ends, read, read_with
+from operators.log import Message, NoTopic, client_config, consumer, ends, read, read_with
 from schemas import topics as names
 from schemas.record import BadRecord, name_of
 from schemas.record import read as read_record
@@ -39,10 +39,6 @@ FORMATS = (".parquet", ".arrow")
 BAD_SHOWN = 5
 
 log = logging.getLogger(__name__)
-
-
-class NoTopic(LookupError):
-    """The topic is none of a run's and says itself by no record what it holds."""
 
 
 @dataclass
@@ -187,7 +183,7 @@ def topics(kafka: KafkaSettings, run_id: str) -> list[TopicInfo]:
     finally:
         client.close()
     if not found:
-        raise LookupError(f"run {run_id!r} has no topics at {kafka.bootstrap}: --run.id names the run, --kafka.bootstrap the broker")
+        raise NoTopic(f"run {run_id!r} has no topics at {kafka.bootstrap}: --run.id names the run, --kafka.bootstrap the broker")
     return found
 
 

@@ -27,6 +27,10 @@ class BrokerAway(ConnectionError):
     """The broker does not answer; the text says which address was tried and what to do."""
 
 
+class NoTopic(LookupError):
+    """A topic that does not exist, or holds nothing to work with; the text says what there is."""
+
+
 class Message(NamedTuple):
     topic: str
     partition: int
@@ -97,10 +101,10 @@ def ensure_topics(kafka: KafkaSettings, run_id: str, names: Iterable[str] = ALL)
 
 
 def ends(client: KafkaConsumer, name: str) -> dict[TopicPartition, int]:
-    """The end offset of each partition of a topic. Raises LookupError if there is no such topic."""
+    """The end offset of each partition of a topic. Raises NoTopic."""
     partitions = client.partitions_for_topic(name)
     if not partitions:
-        raise LookupError(f"there is no topic {name!r}: `pipelinerl topics` lists a run's topics")
+        raise NoTopic(f"there is no topic {name!r}: `pipelinerl topics` lists a run's topics")
     return client.end_offsets([TopicPartition(name, p) for p in sorted(partitions)])
 
 
@@ -226,13 +230,13 @@ class Writer:
 
 
 def wait_for_topic(kafka: KafkaSettings, name: str) -> None:
-    """Block until the topic exists; LookupError after kafka.timeout_s."""
+    """Block until the topic exists; NoTopic after kafka.timeout_s."""
     client = consumer(kafka)
     deadline = time.monotonic() + kafka.timeout_s
     try:
         while name not in client.topics():
             if time.monotonic() > deadline:
-                raise LookupError(f"there is no topic {name!r} after {kafka.timeout_s:g} s")
+                raise NoTopic(f"there is no topic {name!r} after {kafka.timeout_s:g} s")
             time.sleep(0.2)
     finally:
         client.close()
