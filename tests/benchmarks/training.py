@@ -221,7 +221,6 @@ def run(*, quick: bool = False) -> None:
     from deploy.models import make_in_process
     from operators import rendezvous
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     on = machine()
     found: dict[str, list[Measure]] = {}
     sides: dict[str, Any] = {}
@@ -230,6 +229,7 @@ def run(*, quick: bool = False) -> None:
         folder = Path(name)
         models = {"tiny": make_in_process("demo", folder / "tiny", SEED), "SmolLM2-135M": make_in_process("smollm2")}
         rendezvous.join(Settings(run={"id": "benchmark", "dir": folder}), 0, 1, "cpu")
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import sets another one
         try:
             for case in CASES:
                 found[case.name], made, settings[case.name] = measure(case, models[case.name], folder, 2 if quick else case.rounds)
