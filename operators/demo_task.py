@@ -24,6 +24,7 @@ def problem(rng: Random, shortest: int = SHORTEST, longest: int = LONGEST) -> tu
 
 
 def form(rng: Random) -> tuple[str, str]:
-    """(prompt, a response of the right form): ones, as many as chance will have it. What the model is taught before it learns by reward."""
-    prompt, _ = problem(rng)
-    return prompt, "1" * rng.randint(1, LONGEST)
+    """(prompt, a response of the right form): ones, one time in four the right number of them, otherwise as many as chance will have it.
+    What the model is taught before it learns by reward."""
+    prompt, answer = problem(rng)
+    return prompt, answer if rng.random() < 0.25 else "1" * rng.randint(1, LONGEST)
