@@ -7,9 +7,11 @@ is left behind whoever dies first. Frames: 4 bytes length, 1 byte kind, payload.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import struct
 import subprocess
@@ -95,6 +97,30 @@ class Child:
             text = line.decode(errors="replace").rstrip()
             self._stderr.append(text)
             log.warning(text)
+
+
+class QueuedChild:
+    """A Child whose `send` never blocks: a thread of its own feeds the pipe, which is full while the service loads."""
+
+    def __init__(self, child: Child):
+        self._child = child
+        self._frames: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._feed, name="child-feed", daemon=True).start()
+
+    def send(self, kind: int, payload: bytes) -> None:
+        self._frames.put((kind, payload))
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def close(self) -> None:
+        self._frames.put(None)
+        self._child.close()
+
+    def _feed(self) -> None:
+        with contextlib.suppress(ChildDied):  # on_death says so
+            while (frame := self._frames.get()) is not None:
+                self._child.send(*frame)
 
 
 def frames(stream) -> Iterator[tuple[int, bytes]]:

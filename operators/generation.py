@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from pyflink.common import Row
 
-from operators.child import Child, ChildDied
+from operators.child import Child, ChildDied, QueuedChild
 from operators.dead import DeadLetters
 from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_offer, pack_submit, unpack_result
 from operators.log import Writer, consumer, follow, read_with, wait_for_topic
@@ -217,30 +217,6 @@ class EngineService:
         """Loading may take start_timeout_s, and so may the first version once there is one on offer."""
         if self._ready and not self._held and (self._newest is not None) and self._deadline is None:
             self._deadline = self._clock() + self._start_timeout
-
-
-class QueuedChild:
-    """A Child whose `send` never blocks: a thread of its own feeds the pipe, which is full while the engine loads."""
-
-    def __init__(self, child: Child):
-        self._child = child
-        self._frames: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._feed, name="engine-feed", daemon=True).start()
-
-    def send(self, kind: int, payload: bytes) -> None:
-        self._frames.put((kind, payload))
-
-    def kill(self) -> None:
-        self._child.kill()
-
-    def close(self) -> None:
-        self._frames.put(None)
-        self._child.close()
-
-    def _feed(self) -> None:
-        with contextlib.suppress(ChildDied):  # on_death says so
-            while (frame := self._frames.get()) is not None:
-                self._child.send(*frame)
 
 
 class WeightsListener:

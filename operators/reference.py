@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from operators.child import Child, ChildDied
-from operators.generation import QueuedChild
+from operators.child import Child, ChildDied, QueuedChild
 from operators.reference_frames import READY, REFUSED, SCORE, SCORED, pack_record, unpack_record
 from schemas.settings import Settings
 from schemas.topics import ROLLOUTS, topic
