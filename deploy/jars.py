@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deploy.loopback import patch_jar
+from deploy.beam import patch_jar
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ def connector_jar() -> Path:
 
 
 def flink_opt(flink_home: Path) -> Path:
-    """A folder for FLINK_OPT_DIR: Flink's Python jar, whose servers listen on the loopback (deploy/loopback.py)."""
+    """A folder for FLINK_OPT_DIR: Flink's Python jar as deploy/beam.py mends it."""
     source = next((flink_home / "opt").glob("flink-python-*.jar"))
-    return _once(f"{source.stem}-loopback", lambda folder: patch_jar(source, folder / source.name))
+    return _once(f"{source.stem}-mended", lambda folder: patch_jar(source, folder / source.name))
 
 
 def resolve(endpoint: str, cache: Path | None = None) -> list[Path]:

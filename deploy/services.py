@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy import rest
-from deploy.jars import cache_dir, java_home, kafka_jars
+from deploy.jars import cache_dir, connector_jar, flink_opt, java_home, kafka_jars
 from schemas.settings import KafkaSettings, StackSettings
 
 HOST = "127.0.0.1"
@@ -223,6 +223,9 @@ def flink_configuration(settings: StackSettings) -> dict[str, object]:
         "restart-strategy.type": "fixed-delay", "restart-strategy.fixed-delay.attempts": 20, "restart-strategy.fixed-delay.delay": "1 s",
         "execution.checkpointing.dir": (folder / "checkpoints").as_uri(),
         "execution.checkpointing.savepoint-dir": (folder / "savepoints").as_uri(),
+        # What every job brings along is on the cluster's own path (`_flink`) and taken from there: loaded anew for each job it would
+        # fill the metaspace (55 MB a run, given back late or never) until the task manager ends itself.
+        "classloader.resolve-order": "parent-first",
         "io.tmp.dirs": folder / "tmp", "web.tmpdir": folder / "tmp",
         # A task manager that is gone refuses connections, which two heartbeats notice; one that is only slow on busy cores is left alone.
         "heartbeat.interval": 2000, "heartbeat.timeout": 30000, "heartbeat.rpc-failure-threshold": 2,
@@ -238,6 +241,7 @@ def _flink(settings: StackSettings, java: Path, env: dict[str, str]) -> list[Spe
     configuration = flink_configuration(settings)
     (conf / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in configuration.items()))
     env = flink_env(env, conf)
+    classpath = ":".join([flink_classpath(), *map(str, flink_opt(flink_home()).glob("*.jar")), str(connector_jar())])
     openings = flink_java_options().split()
     address = f"{HOST}:{settings.flink_rest_port}"
     memory = {k: int(str(v).rstrip("m")) for k, v in configuration.items() if k.startswith("taskmanager.memory.")}
@@ -248,7 +252,7 @@ def _flink(settings: StackSettings, java: Path, env: dict[str, str]) -> list[Spe
                    # At this level the output of Python workers, and of what they start, comes out with the task manager's own.
                    "org.apache.beam.runners.fnexecution.environment.ProcessManager": "DEBUG"}
         options = [*more, *openings, *_log4j(conf / f"{name}.properties", logs[0], **loggers), f"-Djava.io.tmpdir={folder / 'tmp'}"]
-        command = [*_java(java, heap_mb, *options), "-cp", flink_classpath(), main, "-c", str(conf)]
+        command = [*_java(java, heap_mb, *options), "-cp", classpath, main, "-c", str(conf)]
         return Spec(name, port, command, env, logs, ready)
 
     heap = memory["taskmanager.memory.framework.heap.size"] + memory["taskmanager.memory.task.heap.size"]

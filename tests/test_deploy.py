@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from deploy import flink, jars
-from deploy.loopback import BUILDER, CLASS, UnknownClass, patch, patch_jar
+from deploy.beam import BUILDER, CLIENT, SERVER, UnknownClass, forgive_a_second_close, listen_on_the_address, patch_jar
 from deploy.services import flink_configuration, flink_home, kafka_properties, ports
 from deploy.stack import Service, Stack, StackError, table
 from deploy.supervisor import command_line, strays
@@ -112,19 +112,21 @@ def test_maven_central_away(monkeypatch, tmp_path):
     assert not [p for p in (tmp_path / "jars").iterdir() if p.is_dir()]
 
 
-def test_flinks_python_jar_listens_on_the_loopback(tmp_path):
-    """Structure only; that the servers do is a test of the stack."""
+def test_flinks_python_jar_is_mended(tmp_path):
+    """Structure only; what the classes then do is a test of the stack."""
     source = next((flink_home() / "opt").glob("flink-python-*.jar"))
     patch_jar(source, tmp_path / "patched.jar")
     before, after = zipfile.ZipFile(source), zipfile.ZipFile(tmp_path / "patched.jar")
     assert sorted(after.namelist()) == sorted(before.namelist())
-    changed = after.read(CLASS)
-    assert b"forAddress" in changed and b"forAddress" not in before.read(CLASS)
-    assert len(changed) - len(before.read(CLASS)) == 3 + len("forAddress") + 3 + len(f"(Ljava/net/SocketAddress;)L{BUILDER.decode()};")
-    with pytest.raises(UnknownClass, match=r"calls forPort in 0 places|calls no .*forPort"):
-        patch(changed)
-    with pytest.raises(UnknownClass, match="no class file"):
-        patch(b"PK" + bytes(20))
+    changed = after.read(SERVER)
+    assert b"forAddress" in changed and b"forAddress" not in before.read(SERVER)
+    assert len(changed) - len(before.read(SERVER)) == 3 + len("forAddress") + 3 + len(f"(Ljava/net/SocketAddress;)L{BUILDER.decode()};")
+    assert sum(a != b for a, b in zip(after.read(CLIENT), before.read(CLIENT), strict=True)) in (2, 3)
+    for patch, other in ((listen_on_the_address, changed), (forgive_a_second_close, after.read(CLIENT))):
+        with pytest.raises(UnknownClass, match=r"in 0 places|is not called"):
+            patch(other)
+        with pytest.raises(UnknownClass, match="no class file"):
+            patch(b"PK" + bytes(20))
 
 
 def java(folder: Path, version: str) -> Path:
