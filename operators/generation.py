@@ -294,7 +294,7 @@ class AckWriter:
 
 def generation(settings: Settings) -> Offload:
     """The operator. Takes rows (slot key, dispatch), keyed by the slot; gives rows (group id, rollout) as bytes."""
-    return Offload(functools.partial(make_service, settings), tick_ms=settings.flink.tick_ms, value_of=_dispatch)
+    return Offload(functools.partial(make_service, settings), tick_ms=settings.flink.tick_ms, value_of=_dispatch, name="generate")
 
 
 def _dispatch(row: Row) -> bytes:

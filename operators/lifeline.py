@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 import select
 import threading
+from pathlib import Path
 
 import psutil
 
 _watching = threading.Lock()
 
 
-def die_with_parent() -> None:
-    """Called in `open()` of every Flink function; once a process is enough, more are harmless. Linux only."""
+def die_with_parent(name: str | None = None) -> None:
+    """Called in `open()` of every Flink function; once a process is enough, more are harmless. Linux only.
+
+    `name` (15 bytes) is what `ps` and `top` show: all of Flink's workers are the same command.
+    """
+    if name:
+        Path("/proc/self/comm").write_text(name)
     if not _watching.acquire(blocking=False):
         return
     parents = psutil.Process().parents()

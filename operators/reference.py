@@ -150,4 +150,4 @@ def reference(settings: Settings):
         runtime.gauge("reference_in_flight", lambda: service.depth)
         return service
 
-    return Offload(make, tick_ms=settings.flink.tick_ms)
+    return Offload(make, tick_ms=settings.flink.tick_ms, name="preprocess")

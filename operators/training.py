@@ -175,8 +175,8 @@ class RankFunction(ProcessFunction):
         self.settings, self._make_listener = settings, make_listener
 
     def open(self, runtime_context: RuntimeContext) -> None:
-        die_with_parent()
         self._index = runtime_context.get_index_of_this_subtask()
+        die_with_parent(f"rank-{self._index}")
         self._world = runtime_context.get_number_of_parallel_subtasks()
         self._rank: Rank | None = None
         self._log: OwnedLog | None = None
