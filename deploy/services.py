@@ -223,9 +223,6 @@ def flink_configuration(settings: StackSettings) -> dict[str, object]:
         "restart-strategy.type": "fixed-delay", "restart-strategy.fixed-delay.attempts": 20, "restart-strategy.fixed-delay.delay": "1 s",
         "execution.checkpointing.dir": (folder / "checkpoints").as_uri(),
         "execution.checkpointing.savepoint-dir": (folder / "savepoints").as_uri(),
-        # What every job brings along is on the cluster's own path (`_flink`) and taken from there: loaded anew for each job it would
-        # fill the metaspace (55 MB a run, given back late or never) until the task manager ends itself.
-        "classloader.resolve-order": "parent-first",
         "io.tmp.dirs": folder / "tmp", "web.tmpdir": folder / "tmp",
         # A task manager that is gone refuses connections, which two heartbeats notice; one that is only slow on busy cores is left alone.
         "heartbeat.interval": 2000, "heartbeat.timeout": 30000, "heartbeat.rpc-failure-threshold": 2,
@@ -241,6 +238,8 @@ def _flink(settings: StackSettings, java: Path, env: dict[str, str]) -> list[Spe
     configuration = flink_configuration(settings)
     (conf / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in configuration.items()))
     env = flink_env(env, conf)
+    # What every job brings along, here once for all (Flink's own loader goes before the jobs'): loaded anew for each job it would fill
+    # the metaspace, 55 MB a run, given back late or never, until the task manager ends itself.
     classpath = ":".join([flink_classpath(), *map(str, flink_opt(flink_home()).glob("*.jar")), str(connector_jar())])
     openings = flink_java_options().split()
     address = f"{HOST}:{settings.flink_rest_port}"
