@@ -81,6 +81,7 @@ class Rollouts:
         if settings.chat_template and not getattr(tokenizer, "chat_template", None):
             raise ValueError("generation.chat_template is set, but the model's tokenizer has no chat template: add one or unset it")
         self._settings, self._tokenizer, self._stop_ids = settings, tokenizer, stop_ids
+        self._last: tuple[bytes, Prompt, list[int]] | None = None  # a group's samples come one after the other, with the same prompt
         self._common = {"run_id": run_id, "generator_id": generator_id, "engine": engine, "kv_policy": settings.kv_cache_mode,
                         "tokenizer_digest": tokenizer_digest, "reward": None, "reward_components": None, "reward_status": "pending"}
 
@@ -88,24 +89,34 @@ class Rollouts:
         """Raises BadRecord if the message is no Dispatch; a bad prompt inside it is refused, not raised."""
         (dispatch,) = decode(Dispatch, message)
         request = Request(ident, dispatch.attempt + attempt, dispatch, None, [], self._settings.max_tokens)
+        if self._last is None or self._last[0] != dispatch.prompt:
+            self._read(request)
+            if request.refusal is None:
+                self._last = dispatch.prompt, request.prompt, request.prompt_ids
+        else:
+            _, request.prompt, request.prompt_ids = self._last
+        request.max_tokens = min(self._settings.max_tokens, self._settings.max_model_len - len(request.prompt_ids))
+        return request
+
+    def _read(self, request: Request) -> None:
+        """Fill in prompt and prompt_ids, or the refusal."""
+        dispatch = request.dispatch
         try:
             (request.prompt,) = decode(Prompt, dispatch.prompt)
         except (BadRecord, ValueError) as e:
             request.refusal = "error", f"the prompt of group {dispatch.group_id} cannot be read: {e}"
-            return request
+            return
         try:
             request.prompt_ids = self._render(request.prompt.prompt)
         except (TemplateError, ValueError, TypeError) as e:
             request.refusal = "error", f"prompt {request.prompt.prompt_id!r} cannot be rendered: {e}"
-            return request
+            return
         limit, length = self._settings.max_model_len, len(request.prompt_ids)
         if not length:
             request.refusal = "error", f"prompt {request.prompt.prompt_id!r} renders to no token at all"
         elif length >= limit:
             request.refusal = "context_overflow", (f"prompt {request.prompt.prompt_id!r} has {length} tokens, which leaves no room for "
                                                    f"a response: generation.max_model_len is {limit}")
-        request.max_tokens = min(self._settings.max_tokens, limit - length)
-        return request
 
     def _render(self, text: str) -> list[int]:
         if self._settings.chat_template:

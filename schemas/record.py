@@ -54,8 +54,9 @@ def encode(rows: Sequence[Any]) -> bytes:
     """One message of one or more rows of the same record class."""
     cls = type(rows[0])
     names = cls.arrow_schema.names
-    arrays = [pa.array([getattr(r, n) for r in rows], type=t) for n, t in zip(names, cls.arrow_schema.types, strict=True)]
-    return encode_batch(pa.RecordBatch.from_arrays(arrays, schema=cls.arrow_schema))
+    # One array of structs: Arrow converts a row at a time, a fifth faster for a message of one row than an array a column.
+    columns = pa.array([tuple(getattr(r, n) for n in names) for r in rows], type=pa.struct(list(cls.arrow_schema))).flatten()
+    return encode_batch(pa.RecordBatch.from_arrays(columns, schema=cls.arrow_schema))
 
 
 def encode_batch(batch: pa.RecordBatch | pa.Table) -> bytes:

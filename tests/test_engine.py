@@ -500,6 +500,26 @@ def test_a_sampled_end_token_is_trained_on_and_an_appended_one_is_not():
     assert (appended.eos_sampled, appended.loss_mask[-1], appended.rollout_logprobs[-1]) == (False, False, None)
 
 
+def test_a_groups_prompt_is_read_and_rendered_once():
+    rendered = []
+
+    class Counting(FakeTokenizer):
+        def __call__(self, text):
+            rendered.append(text)
+            return super().__call__(text)
+
+    maker = Rollouts(GenerationSettings(), run_id="r", generator_id="g", engine="e", tokenizer=Counting(), tokenizer_digest="t",
+                     stop_ids=frozenset())
+    same = [maker.request(f"i{i}", 0, dispatch(0, "ab", sample_index=i)) for i in range(3)]
+    assert rendered == ["ab"]
+    assert [r.dispatch.sample_index for r in same] == [0, 1, 2] and len({tuple(r.prompt_ids) for r in same}) == 1
+    other = maker.request("j", 0, dispatch(1, "cd"))
+    assert other.prompt.prompt_id == "1" and other.prompt_ids != same[0].prompt_ids
+    bad = maker.request("k", 0, dispatch(2, prompt=b"no prompt"))
+    assert bad.refusal[0] == "error" and maker.request("l", 0, dispatch(1, "cd")).refusal is None
+    assert rendered == ["ab", "cd"]
+
+
 def test_a_second_stop_token_does_not_make_it_truncated():
     r = finished(Sampled("i", [65, 3], [-1.0, -1.0], [(0, "0.1")], "stop"))
     assert (r.finish_reason, r.truncated, r.eos_sampled) == ("stop", False, True)
