@@ -28,6 +28,7 @@ COMMANDS = {
     "topics": "the run's topics: records, bytes, first and last step",
     "replay": "`replay TOPIC --to FILE.parquet`: a topic up to now, for offline analysis",
     "audit": "prove from the topics that every admitted sample is accounted for",
+    "dead": "`dead list | show N [--to FILE] | retry N...`: what stages could not use, and why",
     "package": "build dist/pipelinerl.zip for `flink run -pyfs`",
     "jar": "print the path of the connector jar for `flink run --jarfile`",
 }
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 def _errors() -> tuple[type[Exception], ...]:
     """What is said for a person: it names what, where, and what to do. Only modules that are loaded can have raised theirs."""
     named = {"operators.log": ("BrokerAway", "NoTopic"), "jobs.run": ("RunFailed",), "jobs.prompts": ("BadPrompts",),
+             "jobs.dead": ("BadLetter",),
              "operators.tasks": ("UnknownTask",), "deploy.stack": ("StackError",), "deploy.flink": ("SubmitFailed",),
              "deploy.rest": ("Unreachable",), "deploy.jars": ("JarsAway",), "deploy.models": ("ModelMissing",)}
     return tuple(getattr(sys.modules[m], n) for m, names in named.items() if m in sys.modules for n in names)
@@ -110,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     made["prompts"].add_argument("source", metavar="SOURCE")
     made["replay"].add_argument("topic", metavar="TOPIC", help="name without the run's prefix, or whole")
     made["replay"].add_argument("--to", type=Path, required=True, metavar="FILE", help=".parquet or .arrow")
+    made["dead"].add_argument("action", choices=("list", "show", "retry"))
+    made["dead"].add_argument("numbers", metavar="N", nargs="*", type=int, help="from `dead list`; `retry` without any takes all")
+    made["dead"].add_argument("--to", type=Path, metavar="FILE", help="`show`: write the bytes as they came")
     made["stop"].add_argument("--reason", default="asked for on the command line")
     made["package"].add_argument("--to", type=Path, default=Path("dist/pipelinerl.zip"))
     return parser
@@ -281,6 +286,25 @@ def _audit(settings: Settings, args: argparse.Namespace) -> int:
     for wrong in accounts.wrong:
         print(wrong, file=sys.stderr)
     return 0 if accounts.adds_up else 1
+
+
+def _dead(settings: Settings, args: argparse.Namespace) -> int:
+    from jobs import dead
+
+    found = dead.letters(settings.kafka, settings.run.id)
+    chosen = {n: dead.pick(found, n) for n in args.numbers or (() if args.action == "show" else found)}
+    if args.action == "list":
+        print(dead.table(chosen))
+    elif args.action == "retry":
+        print(f"{dead.retry(settings.kafka, settings.run.id, list(chosen.values()))} sent again")
+    elif len(chosen) != 1:
+        raise dead.BadLetter("`dead show` takes one number from `dead list`")
+    else:
+        (letter,) = chosen.values()
+        print(dead.show(letter))
+        if args.to is not None:
+            dead.save(letter, args.to)
+    return 0
 
 
 def _package(settings: Settings, args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 Promises:
 - A slot that frees is taken by the next waiting sample before the next step; each sequence is answered the moment it ends.
 - Nothing is served before the newest version that was on offer when `serve` came has been applied, and no sample before its `min_version`.
+- When a checked version is applied is `weights.update_every`'s to say (`UpdateRule`); it never keeps a sample waiting that needs it.
 - Applying is a transaction: bytes, digest, names, shapes and dtypes are checked by a loader thread while generation goes on; if the write
   itself fails, the held version is written again or the process ends. The label moves with success only.
 - A sequence that grows older than max_lag is aborted: every batch it could enter would find it stale.
@@ -13,6 +14,7 @@ Promises:
 from __future__ import annotations
 
 import collections
+import dataclasses
 import heapq
 import itertools
 import json
@@ -22,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Protocol
 
@@ -67,11 +69,33 @@ class Engine(Protocol):
         """Throw the KV cache away; sequences in flight recompute theirs."""
 
 
+@dataclasses.dataclass(frozen=True)
+class UpdateRule:
+    """When an engine applies a version that is ready (`weights.update_every`, `weights.chunked_generation`).
+
+    `unit` version: when it is `count` or more above the held one. `unit` token: when some sequence in flight has `count` tokens since the
+    last update. `chunk`: also before a step in which a sequence would pass a multiple of so many tokens.
+    """
+
+    count: int = 1
+    unit: str = "version"
+    chunk: int | None = None
+
+    def due(self, ahead: int, since: Iterable[int], lengths: Iterable[int]) -> bool:
+        """`ahead`: versions between held and ready; tokens since the last update, and in all, of each sequence in flight."""
+        if self.unit == "version" and ahead >= self.count:
+            return True
+        if self.unit == "token" and max(since, default=0) >= self.count:
+            return True
+        return self.chunk is not None and any(n and n % self.chunk == 0 for n in lengths)
+
+
 class EngineLoop:
     """The loop's logic; `turn()` is one round of it. `send(kind, payload)` takes frames for the operator."""
 
     def __init__(self, engine: Engine, rollouts: Rollouts, loader: Loader, send: Callable[[int, bytes], None], *, run_id: str,
-                 generator_id: str, capacity: int, max_lag: int, kv_cache_mode: str, clock: Callable[[], float] = time.time):
+                 generator_id: str, capacity: int, max_lag: int, kv_cache_mode: str, rule: UpdateRule = UpdateRule(),
+                 clock: Callable[[], float] = time.time):
         self._engine, self._rollouts, self._loader, self._send = engine, rollouts, loader, send
         self._run_id, self._generator_id, self._clock = run_id, generator_id, clock
         self._capacity, self._max_lag, self._kv_cache_mode = capacity, max_lag, kv_cache_mode
@@ -82,9 +106,12 @@ class EngineLoop:
         self._first_token_at: dict[str, datetime] = {}
         self._unstarted: set[str] = set()  # in flight, nothing sampled yet
         self._held: LoadedWeights | None = None
+        self._rule = rule
+        self._arrival: Arrival | None = None  # the newest version that is ready and not applied yet
+        self._lengths_at_update: dict[str, int] = {}  # tokens of the sequences that were in flight then
         self._digests: dict[str, str] = {}
         self._offered: tuple[int, int] | None = None  # newest ever
-        self._wanted: tuple[int, int] | None = None  # being loaded or waiting for it
+        self._wanted: tuple[int, int] | None = None  # being loaded, or ready and waiting for its time
         self._gate: tuple[int, int] | None = None
         self._serving = False
         self._generated = self._busy_steps = self._in_flight_sum = self._capacity_sum = 0
@@ -114,10 +141,11 @@ class EngineLoop:
 
     def turn(self) -> bool:
         """One round: apply what is ready, refill the slots, one step. False if there was nothing to do."""
-        applied = False
+        applied = self._apply_if_due()
         while (arrival := self._loader.take()) is not None:
             applied = True
             self._arrived(arrival)
+            self._apply_if_due()
         self._say_stats()
         if not self._ready():
             return applied
@@ -188,12 +216,38 @@ class EngineLoop:
     # --- weights
 
     def _arrived(self, arrival: Arrival) -> None:
+        """A version is ready, and takes the place of an older one that waited for its time; or it is refused."""
+        if arrival.cause is None:
+            if self._arrival is not None:
+                self._arrival.weights.close()
+            self._arrival = arrival
+            return
+        key = arrival.event.epoch, arrival.event.version
+        if self._wanted == key:
+            self._wanted = None if self._arrival is None else _key(self._arrival.weights)
+        self._ack(arrival, {}, arrival.cause)
+
+    def _apply_if_due(self) -> bool:
+        if self._arrival is None or not self._due(self._arrival):
+            return False
+        arrival, self._arrival = self._arrival, None
+        self._apply(arrival)
+        return True
+
+    def _due(self, arrival: Arrival) -> bool:
+        held, event = self._held, arrival.event
+        if held is None or not self._in_flight or event.epoch != held.event.epoch or self._rule == UpdateRule():
+            return True
+        if self._gated and len(self._in_flight) + len(self._waiting) < self._capacity:
+            return True  # a slot is free, and what could take it must not start on the held version
+        lengths = {i: self._engine.progress(i)[1] for i in self._in_flight}
+        since = (n - self._lengths_at_update.get(i, 0) for i, n in lengths.items())
+        return self._rule.due(event.version - held.event.version, since, lengths.values())
+
+    def _apply(self, arrival: Arrival) -> None:
         key = arrival.event.epoch, arrival.event.version
         if self._wanted == key:
             self._wanted = None
-        if arrival.cause is not None:
-            self._ack(arrival, {}, arrival.cause)
-            return
         started = self._clock()
         phases = {}
         if arrival.heard_at is not None:
@@ -216,6 +270,7 @@ class EngineLoop:
         if previous is not None:
             previous.close()
         phases["apply"] = (self._clock() - started) * 1000
+        self._lengths_at_update = {i: self._engine.progress(i)[1] for i in self._in_flight}
         self._abort_stale()
         while self._gated and self._gated[0][0] <= new.event.version:
             self._waiting.append(heapq.heappop(self._gated)[2])
@@ -306,7 +361,7 @@ def run(parent: Parent) -> None:
                         tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(config["model"]), stop_ids=engine.stop_ids)
     loop = EngineLoop(engine, rollouts, Loader(files.load, (BadWeights,), wake.set), parent.send, run_id=config["run_id"],
                       generator_id=config["generator_id"], capacity=settings.batch, max_lag=config["max_lag"],
-                      kv_cache_mode=settings.kv_cache_mode)
+                      kv_cache_mode=settings.kv_cache_mode, rule=UpdateRule(**config["update"]))
     parent.send(READY, json.dumps({"engine": engine.name, "seconds": time.time() - started, "pid": os.getpid()}).encode())
     while True:
         while commands:

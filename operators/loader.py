@@ -41,7 +41,8 @@ class LoadedWeights:
         self._tensors = {}
 
     def reload(self) -> LoadedWeights:
-        local = dataclasses.replace(self.event, uri=self.path)
+        size = os.fstat(self._handle).st_size
+        local = dataclasses.replace(self.event, uri=self.path, encoding="full", base_version=None, bytes=size)
         self._tensors = files.decode(local, files.fetch(local))
         return self
 
@@ -60,6 +61,7 @@ class WeightFiles:
             config = json.loads((Path(model) / "config.json").read_text())
         except (OSError, ValueError) as e:
             raise files.BadWeights(f"{model} is no model folder: config.json cannot be read ({e})") from e
+        self._held: tuple[str, int] | None = None  # digest and file of the version loaded last
         self._optional = {"lm_head.weight"} if config.get("tie_word_embeddings", False) else set()
 
     def load(self, event: Weights) -> tuple[LoadedWeights, dict[str, float]]:
@@ -78,18 +80,27 @@ class WeightFiles:
         except BaseException:
             os.close(handle)
             raise
+        self._keep(event.digest, handle)
         decoded = time.perf_counter()
         return LoadedWeights(event, handle, offered), {"fetch": (fetched - started) * 1000, "decode": (decoded - fetched) * 1000}
 
+    def _keep(self, digest: str, handle: int) -> None:
+        """What the next delta is put upon."""
+        if self._held is not None:
+            os.close(self._held[1])
+        self._held = digest, os.dup(handle)
+
     def _fetch(self, event: Weights) -> tuple[int, bytearray]:
-        if "://" not in event.uri:
+        """The full bytes, and a file that has them."""
+        if event.encoding == "full" and "://" not in event.uri:
             handle = os.open(event.uri, os.O_RDONLY)
             with contextlib.ExitStack() as undo:
                 undo.callback(os.close, handle)
                 buffer = files.fetch(event)
                 undo.pop_all()
             return handle, buffer
-        buffer = files.fetch(event)
+        held = None if self._held is None else (self._held[0], lambda: files.read(f"/proc/{os.getpid()}/fd/{self._held[1]}"))
+        buffer = files.fetch(event, held)
         with tempfile.TemporaryFile(prefix="pipelinerl-weights-") as file:  # nameless: nothing is left behind
             file.write(buffer)
             file.flush()

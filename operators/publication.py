@@ -70,8 +70,13 @@ class Publication:
         return self._write(manifest.step, staged, metrics, manifest, checkpoint_uri)
 
     def keep(self, checkpoints: Iterable[int]) -> set[int]:
-        """The versions whose bytes are still needed: the newest ones on offer, the current one, and those of checkpoints."""
-        return {*sorted(self.line)[-self.settings.weights.keep:], *checkpoints, *([self.current.version] if self.current else ())}
+        """The versions whose bytes are still needed: the newest ones on offer, the current one, those of checkpoints, and their bases."""
+        needed = {*sorted(self.line)[-self.settings.weights.keep:], *checkpoints, *([self.current.version] if self.current else ())}
+        for version in list(needed):
+            while (event := self.line.get(version)) is not None and event.base_version is not None:
+                version = event.base_version
+                needed.add(version)
+        return needed
 
     def _write(self, version: int, staged: Bytes, metrics: dict[str, float], manifest: Manifest | None,
                checkpoint_uri: str | None) -> Weights:
@@ -83,15 +88,16 @@ class Publication:
                   f"epoch {self.epoch} begins")
             held = None
         event = staged.offer(held.epoch if held else self.epoch, version, run)
-        if held is not None and held.uri == event.uri:
+        if held is not None and (held.uri, held.bytes) == (event.uri, event.bytes):
             event, records = held, []  # the event stands; its bytes have been put back, should they have gone
         else:
             self._adopt(event)
             records = [(self._topics[WEIGHTS], None, encode([event]))]
         if self.recorded.get(version) != event.digest:
+            measured = metrics | {"weights/bytes": event.bytes}
             records.append((self._topics[STEPS], None, encode([StepRecord(
                 run_id=run, epoch=event.epoch, step=version, version_in=version - 1 if manifest else None, version_out=version,
-                weights_digest=event.digest, metrics=list(metrics.items()), checkpoint_uri=checkpoint_uri, finished_at=now())])))
+                weights_digest=event.digest, metrics=list(measured.items()), checkpoint_uri=checkpoint_uri, finished_at=now())])))
         if manifest is not None and manifest.samples and version not in self.recorded:
             at = now()
             records.append((self._topics[OUTCOMES], None, encode([

@@ -107,6 +107,8 @@ class Trainer:
         if missing := sorted(self._shapes.keys() - self._named.keys()):
             raise BadModel(f"{settings.model.path}: {type(self.module).__name__} has no tensor {missing[0]!r} "
                            f"({len(missing)} in all); its weights cannot be published under the names of its folder")
+        w = settings.weights
+        self._deltas = weights.Deltas(w.full_every or weights.FULL_EVERY) if w.encoding == "delta" else None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
 
     def _load(self, config: dict) -> torch.nn.Module:
@@ -225,11 +227,15 @@ class Trainer:
 
     # Weights -----------------------------------------------------------------------------------------------------------------
 
-    def stage_weights(self) -> weights.Staged | None:
-        """Write the current weights, complete and digested but not yet named. All ranks call it; None on all but rank 0."""
+    def stage_weights(self, base: Weights | None = None) -> weights.Staged | None:
+        """Write the current weights, complete and digested but not yet named. All ranks call it; None on all but rank 0.
+
+        `base` is the event of the version offered last, which the settings may want a delta to.
+        """
         layout = self._layout()
         if self.rank == 0:
-            return weights.stage(self.settings.weights_dir, layout, self._gathered(layout), self.settings.generation.dtype)
+            full = weights.stage(self.settings.weights_dir, layout, self._gathered(layout), self.settings.generation.dtype)
+            return self._deltas.stage(full, self.version, base) if self._deltas is not None else full
         for _ in self._gathered(layout):
             pass
         return None

@@ -124,7 +124,7 @@ class Rank:
             metrics = dict(manifest.metrics) | trainer.train(manifest, [self.buffered[step, i] for i in indices])
             metrics["train/wait_s"] = began - self._idle_since
             trained = self._clock()
-            staged = trainer.stage_weights()
+            staged = trainer.stage_weights(self.publication.current if self.publication is not None else None)
             path = str(trainer.checkpoints / checkpoint.tag(step)) if trainer.due() else None
             if self.publication is not None:
                 metrics |= self.listener.measures() if self.listener is not None else {}

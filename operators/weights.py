@@ -1,8 +1,11 @@
-"""Policy versions as files: one safetensors file a version, and the event that offers it.
+"""Policy versions as files: one a version, and the event that offers it.
 
-Promises: an event exists only when its bytes are complete and on disk; the same tensors make the same bytes, hence the same
-digest, whatever made them; nothing is decoded whose digest differs from its event's. A file is written under a temporary name
-and renamed, so a reader sees all of it or nothing. Folders are paths, or fsspec URLs where a name holds "://".
+A file is the version's safetensors bytes (encoding full), or what changed in them since the version before (encoding delta): the
+event of its base, then operators/delta.py's bytes. Either way the event's digest is that of the full bytes.
+
+Promises: an event exists only when its bytes are complete and on disk; the same tensors make the same full bytes, hence the same
+digest, whatever made them and however they travel; nothing is decoded whose digest differs from its event's. A file is written under a
+temporary name and renamed, so a reader sees all of it or nothing. Folders are paths, or fsspec URLs where a name holds "://".
 """
 
 from __future__ import annotations
@@ -14,21 +17,24 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from operators import delta
+from schemas.record import BadRecord, encode
+from schemas.record import decode as decode_record
 from schemas.records import Weights, now
 
-SUFFIX = ".safetensors"
+SUFFIX = {"full": ".safetensors", "delta": ".delta"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
            "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_NAME = re.compile(r"epoch-(\d+)-version-(\d+)\.safetensors")
+_NAME = re.compile(r"epoch-(\d+)-version-(\d+)\.(?:safetensors|delta)")
 _LENGTH = struct.Struct("<Q")
-_CHUNK = 16 << 20
+FULL_EVERY = 20  # versions, where the settings do not say
 
 
 class BadWeights(ValueError):
@@ -43,14 +49,18 @@ class Spec(NamedTuple):
 
 
 class Staged:
-    """Complete bytes that have no name yet: the digest decides which epoch they are offered under."""
+    """Complete bytes that have no name yet: the digest decides which epoch they are offered under. A delta names its base."""
 
-    def __init__(self, folder: str, path: str, digest: str, size: int, dtype: str):
-        self.folder, self.path, self.digest, self.size, self.dtype = folder, path, digest, size, dtype
+    def __init__(self, folder: str, path: str, digest: str, size: int, dtype: str, base_version: int | None = None):
+        self.folder, self.path, self.digest, self.size, self.dtype, self.base_version = folder, path, digest, size, dtype, base_version
+
+    @property
+    def encoding(self) -> str:
+        return "full" if self.base_version is None else "delta"
 
     def offer(self, epoch: int, version: int, run_id: str) -> Weights:
         """Give the bytes their name and return the event that says so."""
-        uri = f"{self.folder.rstrip('/')}/epoch-{epoch:04d}-version-{version:08d}{SUFFIX}"
+        uri = f"{self.folder.rstrip('/')}/epoch-{epoch:04d}-version-{version:08d}{SUFFIX[self.encoding]}"
         if "://" in uri:
             fs, remote = _remote(uri)
             fs.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
@@ -59,8 +69,8 @@ class Staged:
         else:
             os.replace(self.path, uri)
             _sync_folder(self.folder)
-        return Weights(run_id=run_id, epoch=epoch, version=version, digest=self.digest, uri=uri, encoding="full", base_version=None,
-                       bytes=self.size, dtype=self.dtype, offered_at=now())
+        return Weights(run_id=run_id, epoch=epoch, version=version, digest=self.digest, uri=uri, encoding=self.encoding,
+                       base_version=self.base_version, bytes=self.size, dtype=self.dtype, offered_at=now())
 
     def discard(self) -> None:
         """Remove the bytes: the version is on offer already."""
@@ -122,35 +132,124 @@ def publish(folder: str, epoch: int, version: int, tensors: Mapping[str, torch.T
     return stage(folder, layout, ((name, tensors[name]) for name in file_order(layout)), dtype).offer(epoch, version, run_id)
 
 
-def fetch(event: Weights) -> bytearray:
-    """The bytes of an offered version. Raises BadWeights if they are not there or have another size."""
+class Deltas:
+    """Makes a staged version a delta. Keeps the full bytes of the version before, in a file that has no name.
+
+    Versions divisible by `full_every` stay full, and so does the first one it sees: no chain of deltas is longer.
+    """
+
+    def __init__(self, full_every: int):
+        self._full_every = full_every
+        self._held: tuple[str, int] | None = None  # digest, descriptor
+
+    def stage(self, full: Staged, version: int, base: Weights | None) -> Staged:
+        """`full` itself, or the delta to it from `base`, the event of the version offered before."""
+        before, self._held = self._held, (full.digest, os.open(full.path, os.O_RDONLY))
+        if before is None:
+            return full
+        digest, handle = before
+        try:
+            if base is None or base.digest != digest or version % self._full_every == 0:
+                return full
+            event = encode([base])
+            changes = delta.make(read(_by(handle)), read(full.path), getattr(torch, full.dtype).itemsize)
+            file, path = tempfile.mkstemp(prefix="writing-", suffix=".tmp", dir=os.path.dirname(full.path))
+            with os.fdopen(file, "wb") as out:
+                out.write(_LENGTH.pack(len(event)) + event + changes)
+                out.flush()
+                os.fsync(out.fileno())
+            os.chmod(path, 0o644)
+            os.unlink(full.path)
+            return Staged(full.folder, path, full.digest, os.path.getsize(path), full.dtype, base.version)
+        finally:
+            os.close(handle)
+
+
+def _by(handle: int) -> str:
+    """A name of an open file, whatever became of its own."""
+    return f"/proc/{os.getpid()}/fd/{handle}"
+
+
+#: A version at hand: its digest, and what reads its full bytes.
+Held = tuple[str, Callable[[], bytearray]]
+
+
+def fetch(event: Weights, held: Held | None = None) -> bytearray:
+    """The full bytes of an offered version. Raises BadWeights if they are not there or have another size.
+
+    A delta is put upon the version it names, that upon its own base, and so on down to a full one, or to `held` where that is met first.
+    """
+    deltas: list[tuple[Weights, memoryview]] = []
+    at = event
+    while at.encoding == "delta" and (held is None or held[0] != at.digest):
+        base, changes = _split(at, _fetch(at))
+        deltas.append((at, changes))
+        if base.version >= at.version:
+            raise BadWeights(f"{_where(at)}: its base is version {base.version}, which is none before it")
+        at = base
+    if held is not None and held[0] == at.digest:
+        buffer = held[1]()
+    elif at.encoding == "full":
+        buffer = _fetch(at)
+    else:
+        raise BadWeights(f"{_where(at)}: expected encoding full or delta, found {at.encoding!r}")
+    for of, changes in reversed(deltas):
+        try:
+            delta.apply(buffer, changes)
+        except delta.BadDelta as e:
+            raise BadWeights(f"{_where(of)}: {e}") from e
+    return buffer
+
+
+def _split(event: Weights, file: bytearray) -> tuple[Weights, memoryview]:
+    """What a delta's file holds: the event of its base, and the changes."""
+    try:
+        (length,) = _LENGTH.unpack_from(file)
+        if (start := _LENGTH.size + length) > len(file):
+            raise ValueError(f"it has {len(file)} bytes, which end within its head")
+        (base,) = decode_record(Weights, bytes(file[_LENGTH.size:start]))
+    except (struct.error, BadRecord, ValueError) as e:
+        raise BadWeights(f"{_where(event)} does not name its base: {e}") from e
+    return base, memoryview(file)[start:]
+
+
+def _where(event: Weights) -> str:
+    return f"version {event.version} (epoch {event.epoch}) at {event.uri}"
+
+
+def _fetch(event: Weights) -> bytearray:
+    """The bytes of an event's own file."""
     try:
         if "://" in event.uri:
             fs, path = _remote(event.uri)
             buffer = bytearray(fs.cat_file(path))
         else:
-            with open(event.uri, "rb", buffering=0) as file:
-                buffer = bytearray(os.fstat(file.fileno()).st_size)
-                view, at = memoryview(buffer), 0
-                while at < len(buffer) and (n := file.readinto(view[at:])):
-                    at += n
-                del view
-                del buffer[at:]
+            buffer = read(event.uri)
     except OSError as e:
         raise BadWeights(f"version {event.version} (epoch {event.epoch}) cannot be read from {event.uri}: {e}") from e
     if len(buffer) != event.bytes:
-        raise BadWeights(f"version {event.version} (epoch {event.epoch}) at {event.uri}: expected {event.bytes} bytes, found {len(buffer)}")
+        raise BadWeights(f"{_where(event)}: expected {event.bytes} bytes, found {len(buffer)}")
+    return buffer
+
+
+def read(path: str) -> bytearray:
+    """A local file."""
+    with open(path, "rb", buffering=0) as file:
+        buffer = bytearray(os.fstat(file.fileno()).st_size)
+        view, at = memoryview(buffer), 0
+        while at < len(buffer) and (n := file.readinto(view[at:])):
+            at += n
+        del view
+        del buffer[at:]
     return buffer
 
 
 def decode(event: Weights, buffer: bytearray) -> dict[str, torch.Tensor]:
-    """The tensors, which share the buffer's memory. Raises BadWeights if digest or layout are wrong."""
-    where = f"version {event.version} (epoch {event.epoch}) at {event.uri}"
+    """The tensors of what `fetch` gave, whose memory they share. Raises BadWeights if digest or layout are wrong."""
+    where = _where(event)
     found = hashlib.sha256(buffer).hexdigest()
     if found != event.digest:
         raise BadWeights(f"{where}: expected digest {event.digest}, found {found}")
-    if event.encoding != "full":
-        raise BadWeights(f"{where}: expected encoding full, found {event.encoding!r}")
     try:
         (length,) = _LENGTH.unpack_from(buffer)
         head = json.loads(bytes(buffer[_LENGTH.size:_LENGTH.size + length]))
@@ -232,8 +331,6 @@ def sweep(folder: str) -> None:
         for name in os.listdir(folder):
             if name.startswith("writing-") and name.endswith(".tmp"):
                 os.unlink(os.path.join(folder, name))
-
-
 
 
 def _header(layout: Mapping[str, Spec]) -> bytes:

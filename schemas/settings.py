@@ -303,7 +303,29 @@ class WeightsSettings(Section):
     dir: str | None = None
     """Where versions are published, a folder all generators can read; by default DIR/ID/weights."""
     keep: Annotated[int, Field(ge=2)] = 4
-    """Newest versions whose bytes are kept beside those that checkpoints need."""
+    """Newest versions whose bytes are kept beside those that checkpoints and deltas need."""
+    encoding: Literal["full", "delta"] = "full"
+    """What is sent of a version: all its bytes, or lossless what changed since the one before (small for bfloat16 at a small lr)."""
+    full_every: Positive | None = None
+    """With encoding = delta: each version divisible by it is sent full, so that no chain of deltas is longer; 20 by default."""
+    update_every: Annotated[str, Field(pattern=r"^[1-9]\d* (version|token)s?$")] = "1 version"
+    """When an engine applies a version: `N versions` after the held one, or once a sequence has `N tokens` since the last update."""
+    chunked_generation: Positive | None = None
+    """No sequence passes a multiple of this many tokens under an older version than the engine could hold, whatever update_every says."""
+
+    @property
+    def rule(self) -> tuple[int, str]:
+        """update_every as (count, "version" or "token")."""
+        count, unit = self.update_every.split()
+        return int(count), unit.rstrip("s")
+
+    @model_validator(mode="after")
+    def _in_force(self):
+        if self.encoding == "full" and self.full_every is not None:
+            raise ValueError("weights.full_every goes with weights.encoding = delta, and only with it")
+        if self.rule == (1, "version") and self.chunked_generation is not None:
+            raise ValueError("weights.chunked_generation bounds how long update_every may wait; with `1 version` nothing waits")
+        return self
 
 
 class MLflowSettings(Section):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from operators.engine import EngineLoop
+from operators.engine import EngineLoop, UpdateRule
 from operators.engine_frames import ACK, RESULT, STATS, pack_offer, pack_result, pack_submit, unpack_offer, unpack_result, unpack_submit
 from operators.loader import Arrival, Loader, WeightFiles
 from operators.rollouts import Rollouts, Sampled, label, tokenizer_digest
@@ -137,7 +137,8 @@ def dispatch(index: int, text: str = "abc", min_version: int = 0, **changes) -> 
 
 
 class Bench:
-    def __init__(self, *, capacity=2, max_lag=100, mode="reuse_partial", max_tokens=4, max_model_len=64, **options):
+    def __init__(self, *, capacity=2, max_lag=100, mode="reuse_partial", max_tokens=4, max_model_len=64, rule=UpdateRule(),  # noqa: B008
+                 **options):
         self.settings = GenerationSettings(batch=capacity, max_tokens=max_tokens, max_model_len=max_model_len, kv_cache_mode=mode,
                                            **options)
         self.engine, self.loader, self.frames, self.time = FakeEngine(), FakeLoader(), [], 1000.0
@@ -146,7 +147,7 @@ class Bench:
         rollouts = Rollouts(self.settings, run_id="r", generator_id="g", engine="fake-1", tokenizer=tokenizer, tokenizer_digest="t",
                             stop_ids=frozenset({STOP}))
         self.loop = EngineLoop(self.engine, rollouts, self.loader, lambda kind, payload: self.frames.append((kind, payload)), run_id="r",
-                               generator_id="g", capacity=capacity, max_lag=max_lag, kv_cache_mode=mode, clock=lambda: self.time)
+                               generator_id="g", capacity=capacity, max_lag=max_lag, kv_cache_mode=mode, rule=rule, clock=lambda: self.time)
 
     def submit(self, index, text="abc", attempt=0, **changes):
         self.loop.submit(f"i{index}", attempt, dispatch(index, text, **changes))
@@ -175,6 +176,97 @@ class Bench:
     @property
     def acks(self) -> list[Ack]:
         return [decode(Ack, p)[0] for k, p in self.frames if k == ACK]
+
+
+# --- when a version is applied
+
+
+def spans(rollout: Rollout) -> list[tuple[int, int]]:
+    """(tokens, version) of each span of a response."""
+    starts = [s["start"] for s in rollout.version_spans] + [len(rollout.token_ids)]
+    return [(end - s["start"], s["policy_version"]) for s, end in zip(rollout.version_spans, starts[1:], strict=True)]
+
+
+def offered_each_turn(b: Bench, count: int) -> None:
+    """A new version is offered, and ready, before each step."""
+    for version in range(1, count + 1):
+        b.loop.offer(weights(version), 0.0)
+        b.loader.arrive()
+        b.loop.turn()
+
+
+def test_every_version_is_applied_by_default():
+    b = Bench(max_tokens=12).serving()
+    b.submit(0)
+    offered_each_turn(b, 12)
+    assert spans(b.results[0]) == [(1, v) for v in range(1, 13)]
+
+
+def test_every_third_version_is_applied():
+    b = Bench(max_tokens=12, rule=UpdateRule(3, "version")).serving()
+    b.submit(0)
+    b.turns(1)  # a version that finds the engine idle is applied at once: the rule begins with the sequence
+    offered_each_turn(b, 11)
+    assert spans(b.results[0]) == [(3, 0), (3, 3), (3, 6), (3, 9)]
+
+
+def test_the_newest_version_is_applied_once_a_sequence_has_n_tokens_since():
+    b = Bench(max_tokens=12, rule=UpdateRule(5, "token")).serving()
+    b.submit(0)
+    b.turns(1)
+    offered_each_turn(b, 11)
+    assert spans(b.results[0]) == [(5, 0), (5, 5), (2, 10)]
+    assert [a.version for a in b.acks] == [0, 5, 10], "what was overtaken while it waited is not acknowledged"
+
+
+def test_tokens_are_counted_of_the_sequence_that_has_most_of_them_since_the_update():
+    b = Bench(max_tokens=12, rule=UpdateRule(4, "token")).serving()
+    b.submit(0)
+    b.turns(3)
+    b.submit(1)  # younger than the rule's count when the first one reaches it
+    offered_each_turn(b, 9)
+    b.turns(3)
+    first, second = b.results
+    assert spans(first) == [(4, 0), (4, 2), (4, 6)]
+    assert spans(second)[0] == (1, 0)
+
+
+def test_no_sequence_passes_a_chunk_under_an_older_version_than_is_ready():
+    b = Bench(max_tokens=12, rule=UpdateRule(100, "token", chunk=5)).serving()
+    b.submit(0)
+    b.turns(1)
+    offered_each_turn(b, 11)
+    assert spans(b.results[0]) == [(5, 0), (5, 5), (2, 10)]
+
+
+def test_a_version_does_not_wait_where_nobody_needs_the_old_one():
+    b = Bench(max_tokens=12, rule=UpdateRule(100, "token")).serving()
+    b.hold(1)
+    assert b.loop._held.event.version == 1, "nothing is in flight"
+    b.submit(0)
+    b.turns(1)
+    b.hold(2)
+    assert b.loop._held.event.version == 1
+    b.submit(1, min_version=2)  # there is a slot for it
+    b.turns(2)
+    assert b.loop._held.event.version == 2
+    b.hold(0, epoch=1)
+    assert (b.loop._held.event.epoch, b.loop._held.event.version) == (1, 0), "what comes after an epoch is of another line"
+
+
+def test_a_version_that_is_refused_leaves_the_one_that_waits():
+    b = Bench(max_tokens=12, rule=UpdateRule(3, "token")).serving()
+    b.submit(0)
+    b.turns(1)
+    waiting = b.hold(1)
+    b.loop.offer(weights(2), 0.0)
+    b.loader.arrive(cause="no such file")
+    b.loop.turn()
+    assert b.acks[-1].status == "failed" and not waiting.closed
+    b.loop.offer(weights(1), 0.0)
+    assert not b.loader.offered, "it is at hand"
+    b.turns(2)
+    assert b.loop._held.event.version == 1
 
 
 # --- the loop

@@ -75,7 +75,7 @@ class FakeTrainer:
         self.version = manifest.step
         return {"loss": 1.0}
 
-    def stage_weights(self):
+    def stage_weights(self, base=None):
         return FakeStaged(self.digest())
 
     def due(self):

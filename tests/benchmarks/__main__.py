@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-NAMES = ("generation", "training", "latency")
+NAMES = ("generation", "training", "latency", "weight_sync")
 
 
 def main() -> int:

@@ -80,9 +80,9 @@ def ratio(name: str, ours: Sequence[float], bare: Sequence[float], goal: float |
     return Measure(name, value, "ratio", low, high, len(logs), goal)
 
 
-def mean(name: str, values: Sequence[float], unit: str, goal: float | None = None) -> Measure:
+def mean(name: str, values: Sequence[float], unit: str, goal: float | None = None, *, at_most: bool = False) -> Measure:
     """Arithmetic mean with its interval."""
-    return Measure(name, *_with_unit(mean_interval(values), unit), len(values), goal)
+    return Measure(name, *_with_unit(mean_interval(values), unit), len(values), goal, at_most)
 
 
 def _with_unit(interval: tuple[float, float, float], unit: str) -> tuple[float, str, float, float]:

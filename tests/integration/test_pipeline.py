@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from deploy import flink
 from deploy.models import make_demo_model
+from jobs.cli import main
+from jobs.dead import letters
 from jobs.prompts import load_prompts
 from jobs.replay import replay, topics
 from jobs.run import Run, RunFailed, begun, say
@@ -118,6 +120,32 @@ def test_bad_records_are_dead_letters_with_a_cause(run):
     for name in (OUTCOMES, ROLLOUTS, BATCHES, STEPS, ADMISSIONS, WEIGHTS):
         assert any(d.original == b"garbage for " + name.encode() for d in dead), name
     assert made["accounting"]["dead"] == 8, "two groups of four could not be used"
+
+
+def test_dead_letters_can_be_listed_shown_and_sent_again(run, capsys, tmp_path):
+    s, _ = run
+
+    def dead(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as e:
+            main(["dead", *arguments, "--run.id", s.run.id, "--kafka.bootstrap", s.kafka.bootstrap])
+        if isinstance(e.value.code, str):
+            return e.value.code
+        return capsys.readouterr().out
+
+    lines = dead("list").splitlines()
+    assert len(lines) == 1 + len(records(s, DEAD, Dead))
+    number, owned = (next(line.split()[0] for line in lines if text in line) for text in (f"{s.run.id}.prompts: ", f"{s.run.id}.batches: "))
+    shown = dead("show", number, "--to", str(tmp_path / "bytes"))
+    assert "these are no Arrow bytes" in shown and (tmp_path / "bytes").read_bytes() == b"these are no Arrow bytes"
+    named = next(n for n, d in letters(s.kafka, s.run.id).items() if d.group_id is not None and "context" in d.cause)
+    assert '"prompt_id": "too long"' in dead("show", str(named))
+    before = sum(1 for _ in read(s.kafka, topic(s.run.id, PROMPTS)))
+    assert "1 sent again" in dead("retry", number)
+    again = [m.value for m in read(s.kafka, topic(s.run.id, PROMPTS))][before:]
+    assert again == [b"these are no Arrow bytes"]
+    assert "has one writer" in dead("retry", owned)
+    assert "have their outcome (dead), which is final" in dead("retry", str(named))
+    assert "no dead letter 99999" in dead("show", "99999") and "takes one number" in dead("show")
 
 
 def test_the_bytes_that_trained_the_model_are_the_bytes_in_the_log(run):
@@ -235,8 +263,12 @@ def _ours(p: psutil.Process, stack) -> bool:
 
 
 def test_killed_workers_lose_nothing_and_train_nothing_twice(stack, model, run):
-    """kill -9 of the generate job's worker and of a rank, in the middle; then the log alone makes the same weights again."""
-    s = settings(stack, model, "killed", **{"run.max_steps": 16, "training.checkpoint_every": 4})
+    """kill -9 of the generate job's worker and of a rank, in the middle; then the log alone makes the same weights again.
+
+    The first run sends deltas, the second one full versions: both end in the same bytes.
+    """
+    s = settings(stack, model, "killed", **{"run.max_steps": 16, "training.checkpoint_every": 4,
+                                            "weights.encoding": "delta", "weights.full_every": 6})
     killed: list[str] = []
 
     def kill() -> None:
@@ -266,6 +298,9 @@ def test_killed_workers_lose_nothing_and_train_nothing_twice(stack, model, run):
     digests = {}
     for w in records(s, WEIGHTS, Weights):
         assert w.epoch == 0 and digests.setdefault(w.version, w.digest) == w.digest, "a version made again is the same"
+    sent = records(s, WEIGHTS, Weights)
+    assert {w.version for w in sent if w.encoding == "full"} >= {0, 6, 12} and any(w.encoding == "delta" for w in sent)
+    assert not made["weight_updates_failed"]
 
     again = settings(stack, model, "again", **{"run.max_steps": 16, "training.checkpoint_every": 100})
     ensure_topics(again.kafka, again.run.id)

@@ -1,0 +1,165 @@
+"""weight_sync: what travels when a version is published, full and as a lossless delta, and what making and applying it costs.
+
+SmolLM2-135M in bfloat16 with float32 master weights takes reinforcement steps with `operators.trainer.Trainer` on its own samples
+(arithmetic prompts, groups of eight, a reward for digits, leave-one-out advantages), at two learning rates from the same start. Each
+version is published as the train job does it and loaded as an engine does it; a delta that does not make the trainer's bytes fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from schemas.settings import Settings
+from tests.benchmarks.common import Measure, machine, mean, report
+
+GOAL = 0.005
+GROUP, RESPONSE, LEARNING_RATES = 8, 24, (1e-6, 1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A sampled answer with its log-probabilities; `reward` is the share of digits among its characters."""
+
+    prompt: list[int]
+    response: list[int]
+    logprobs: list[float]
+    reward: float
+
+
+def sample(model: Path, groups: int, seed: int) -> list[list[Sample]]:
+    """Groups of samples of the start model, at temperature 1."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    out = []
+    for i in range(groups):
+        turn = [{"role": "user", "content": f"What is {17 * i % 90 + 10} + {29 * i % 90 + 10}?"}]
+        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        with torch.inference_mode():
+            made = network.generate(torch.tensor([prompt] * GROUP), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                    max_new_tokens=RESPONSE, min_new_tokens=RESPONSE, output_logits=True, return_dict_in_generate=True)
+        tokens = made.sequences[:, len(prompt):]
+        logprobs = torch.stack(made.logits, 1).float().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+        texts = tokenizer.batch_decode(tokens)
+        out.append([Sample(prompt, t, p, sum(c.isdigit() for c in text) / max(1, len(text)))
+                    for t, p, text in zip(tokens.tolist(), logprobs.tolist(), texts, strict=True)])
+    return out
+
+
+def step_of(number: int, groups: list[list[Sample]], budget: int) -> tuple[Any, list]:
+    """(manifest, tables) of a step, as the sequencer makes them."""
+    from operators.grouping import row_of
+    from operators.packing import micro_batch, pack
+    from schemas.records import Manifest, now
+    from tests.records import rollout, table
+
+    rows = []
+    for g, members in enumerate(groups):
+        total = sum(s.reward for s in members)
+        for i, s in enumerate(members):
+            n, start = len(s.prompt) + len(s.response), len(s.prompt)
+            row, outcome, cause = row_of(table(rollout(
+                g, i, size=GROUP, version=number - 1, reward=s.reward, prompt_length=start, response=n - start,
+                token_ids=s.prompt + s.response, rollout_logprobs=[None] * start + s.logprobs)))
+            assert outcome is None, cause
+            rows.append((row, s.reward - (total - s.reward) / (GROUP - 1)))
+    tables = [micro_batch(number, i, [rows[j] for j in part]) for i, part in enumerate(pack([r.length for r, _ in rows], budget))]
+    return Manifest(
+        run_id="benchmark", kind="step", step=number, micro_batch_offsets=list(range(len(tables))), sequences=len(rows),
+        groups=len(groups), trainable_tokens=sum(r.response_length for r, _ in rows), tokens=sum(r.length for r, _ in rows),
+        samples=[{"group_id": r.group_id, "sample_index": r.sample_index, "rollout_id": r.rollout_id} for r, _ in rows], lag_max=0,
+        metrics=[], formed_at=now()), tables
+
+
+def published(settings: Settings, batches: list[list[list[Sample]]]) -> list[dict[str, float]]:
+    """One entry a version: bytes of both forms and the seconds of each part."""
+    import torch
+
+    from operators import weights
+    from operators.loader import WeightFiles
+    from operators.trainer import Trainer
+
+    trainer = Trainer(settings)
+    generator = WeightFiles(settings.model.path, settings.generation.dtype)
+    deltas = weights.Deltas(full_every=1 << 30)
+    event = deltas.stage(trainer.stage_weights(), 0, None).offer(0, 0, "benchmark")
+    before = {n: t.clone() for n, t in _load(generator, event)[0].items()}
+    found = []
+    for number, groups in enumerate(batches, 1):
+        metrics = trainer.train(*step_of(number, groups, settings.packing.token_budget))
+        began, used = time.perf_counter(), time.process_time()
+        full = trainer.stage_weights()
+        staged, staged_cpu = time.perf_counter() - began, time.process_time() - used
+        size = full.size
+        began, used = time.perf_counter(), time.process_time()
+        event = deltas.stage(full, number, event).offer(0, number, "benchmark")
+        made, made_cpu = time.perf_counter() - began, time.process_time() - used
+        tensors, phases = _load(generator, event)  # raises if the bytes are not the trainer's: the event has their digest
+        changed = sum(int((tensors[n] != before[n]).sum()) for n in tensors) / sum(t.numel() for t in tensors.values())
+        before = {n: t.clone() for n, t in tensors.items()}
+        base = memoryview(weights.read(f"/proc/{os.getpid()}/fd/{generator._held[1]}"))
+        began = time.perf_counter()
+        bytearray(base)
+        copied = time.perf_counter() - began
+        assert event.encoding == "delta" and torch.isfinite(torch.tensor(metrics["loss"]))
+        found.append({"full": size, "delta": event.bytes, "changed": changed, "stage_s": staged, "stage_cpu_s": staged_cpu,
+                      "delta_s": made, "delta_cpu_s": made_cpu, "fetch_ms": phases["fetch"], "decode_ms": phases["decode"],
+                      "copy_ms": 1000 * copied})
+        print(f"  version {number}: {event.bytes:,} of {size:,} bytes ({100 * event.bytes / size:.2f} %), {100 * changed:.2f} % of the "
+              f"values changed, made in {made:.2f} s", flush=True)
+    return found
+
+
+def _load(generator: Any, event: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    loaded, phases = generator.load(event)
+    tensors = dict(loaded.tensors)
+    loaded.close()
+    return tensors, phases
+
+
+def run(*, quick: bool = False) -> None:
+    from deploy.models import make_in_process
+    from operators import rendezvous
+
+    on = machine()
+    steps, a_step = (3, 2) if quick else (20, 2)
+    sides: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-benchmark-") as name:
+        folder = Path(name)
+        model = make_in_process("smollm2")
+        print(f"sampling {steps * a_step} groups of {GROUP} ...", flush=True)
+        groups = sample(Path(model), steps * a_step, 0)
+        batches = [groups[i * a_step:(i + 1) * a_step] for i in range(steps)]
+        rendezvous.join(Settings(run={"id": "benchmark", "dir": folder}), 0, 1, "cpu")
+        try:
+            for lr in LEARNING_RATES:
+                print(f"{steps} steps at lr {lr:g} ...", flush=True)
+                settings = Settings(
+                    run={"id": f"lr-{lr:g}", "dir": folder}, model={"path": str(model)}, generation={"dtype": "bfloat16"},
+                    packing={"token_budget": 1024}, training={"dtype": "bfloat16", "lr": lr, "device": "cpu", "batch": a_step * GROUP})
+                sides[f"lr {lr:g}"] = published(settings, batches)
+        finally:
+            rendezvous.leave()
+    measures: list[Measure] = []
+    for lr, made in sides.items():
+        measures += [
+            mean(f"{lr}: bytes of a delta ÷ bytes in full", [m["delta"] / m["full"] for m in made], "ratio",
+                 GOAL if lr == "lr 1e-06" else None, at_most=True),
+            mean(f"{lr}: share of values that changed", [m["changed"] for m in made], "ratio"),
+            mean(f"{lr}: bytes of a delta", [m["delta"] / 1e6 for m in made], "MB"),
+            mean(f"{lr}: writing and hashing a version in full", [1000 * m["stage_cpu_s"] for m in made], "ms CPU"),
+            mean(f"{lr}: making the delta, besides", [1000 * m["delta_cpu_s"] for m in made], "ms CPU"),
+            mean(f"{lr}: generator: fetching and applying the delta", [m["fetch_ms"] for m in made], "ms"),
+            mean(f"{lr}: generator: checking digest and layout", [m["decode_ms"] for m in made], "ms"),
+            mean(f"{lr}: copying a version's bytes once", [m["copy_ms"] for m in made], "ms"),
+        ]
+    report("weight_sync", measures[0], measures[1:], sides=sides, settings={"quick": quick, "steps": steps, "samples a step": a_step * GROUP},
+           seeds={"sampling": 0}, on=on)
