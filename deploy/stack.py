@@ -74,9 +74,9 @@ class Stack:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         self.logs.mkdir(exist_ok=True)
-        while self._is_held() and self._is_abandoned():
+        while self.is_held() and self._is_abandoned():
             time.sleep(0.02)
-        started = not self._is_held()
+        started = not self.is_held()
         if started:
             self._refuse_taken_ports()
             kafka_jars()  # here rather than in the supervisor: the first time takes half a minute and may fail
@@ -94,11 +94,11 @@ class Stack:
     def down(self) -> None:
         """Stop everything and return when it is gone. Raises StackError if the supervisor does not end."""
         state = self._state()
-        if self._is_held() and state is not None:
+        if self.is_held() and state is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state["pid"], signal.SIGTERM)
             deadline = time.monotonic() + sum(GRACE_S.values())
-            while self._is_held():
+            while self.is_held():
                 if time.monotonic() > deadline:
                     raise StackError(f"the supervisor (pid {state['pid']}) does not end; see {self.logs / 'supervisor.log'}")
                 time.sleep(0.02)
@@ -112,7 +112,7 @@ class Stack:
 
     def status(self) -> list[Service]:
         """Every service of the stack, also those that are down."""
-        state = self._state() if self._is_held() and not self._is_abandoned() else None
+        state = self._state() if self.is_held() and not self._is_abandoned() else None
         known = {s["name"]: s for s in state["services"]} if state else {}
         numbers = ports(self.settings)
         rows = {"kafka": numbers["kafka_port"], "jobmanager": numbers["flink_rest_port"], "taskmanager": numbers["flink_rpc_port"],
@@ -122,7 +122,7 @@ class Stack:
     @contextlib.contextmanager
     def owned(self) -> Iterator[Stack]:
         """A stack of this process's own. Raises StackError, also if one is up in the folder already."""
-        if self._is_held():
+        if self.is_held():
             raise StackError(f"a stack is up in {self.folder} already: `pipelinerl down --stack.dir {self.folder}` stops it")
         with self.borrowed_or_owned():
             yield self
@@ -152,7 +152,8 @@ class Stack:
             memory = 0.0  # it ended a moment ago
         return Service(name, known["state"], known["pid"], known["port"], memory, datetime.fromtimestamp(known["since"]), known["restarts"])
 
-    def _is_held(self) -> bool:
+    def is_held(self) -> bool:
+        """A supervisor lives: the stack is up, starting or stopping."""
         if not self.folder.is_dir():
             return False
         fd = hold(self.folder)
@@ -179,7 +180,7 @@ class Stack:
     def _wait_until_up(self) -> None:
         while True:
             state = self._state()
-            held = self._is_held()
+            held = self.is_held()
             if held and state and (differ := _difference(state["settings"], self.settings.model_dump(mode="json"))):
                 raise StackError(f"the stack in {self.folder} is up with other settings ({differ}): `pipelinerl down` stops it")
             if held and state and state["phase"] == "up":

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from jobs.run import Run
-from schemas.settings import Settings, load
+from schemas.settings import Settings, StackSettings, load
 
 FOLDER = Path("out") / "demo"
 
@@ -37,11 +37,16 @@ SMOLLM2 = {
 
 
 def demo(model: str, seed: int, toml: Path | None = None) -> tuple[Settings, dict]:
-    """Make the model, run, and return (settings, summary). What an earlier demo left is removed."""
+    """Make the model, run, and return (settings, summary). What an earlier demo left is removed.
+
+    Raises deploy.stack.StackError if another one is running here.
+    """
     from deploy.models import make_in_process
-    from deploy.stack import Stack
+    from deploy.stack import Stack, StackError
     from jobs.prompts import load_prompts
 
+    if Stack(StackSettings(dir=FOLDER / "stack")).is_held():
+        raise StackError(f"a demo is running in {FOLDER}: wait for its end, or stop it with Ctrl-C where it runs")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     if model == "tiny":

@@ -20,7 +20,8 @@ from deploy import flink, jars
 from deploy.beam import BUILDER, CLIENT, SERVER, UnknownClass, forgive_a_second_close, listen_on_the_address, patch_jar
 from deploy.services import flink_configuration, flink_home, kafka_properties, ports
 from deploy.stack import Service, Stack, StackError, table
-from deploy.supervisor import command_line, strays
+from deploy.supervisor import command_line, hold, strays
+from jobs.demo import demo
 from schemas.settings import StackSettings
 
 ROOT = Path(__file__).parent.parent
@@ -212,6 +213,17 @@ def test_every_address_is_the_loopback(tmp_path):
     assert {v for k, v in config.items() if k.endswith(("address", "host"))} == {"127.0.0.1"}
     kafka = kafka_properties(settings)
     assert all("//127.0.0.1:" in listener for listener in f"{kafka['listeners']},{kafka['advertised.listeners']}".split(","))
+
+
+def test_a_second_demo_does_not_remove_what_the_first_one_is_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stack = tmp_path / "out" / "demo" / "stack"
+    stack.mkdir(parents=True)
+    lock = hold(stack)
+    with pytest.raises(StackError, match="a demo is running in out/demo"):
+        demo("tiny", 0)
+    assert stack.is_dir()
+    os.close(lock)
 
 
 # --- the stack around small programs
