@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -125,11 +125,13 @@ class Loader:
     """Fetches and checks versions in a thread of its own, the newest first; versions that were overtaken before their turn are never read.
 
     `load(event) -> (weights, phases_ms)` raises `refusals` for weights that cannot be used; anything else is an error of the loader and
-    is raised by `take`.
+    is raised by `take`. A refusal is told at once; since a store can be away for a moment, the version is tried again after each of
+    `retry_after_s`, until it loads or a newer one is on offer.
     """
 
     def __init__(self, load: Callable[[Weights], tuple[LoadedWeights, dict[str, float]]], refusals: tuple[type[Exception], ...],
-                 notify: Callable[[], None]):
+                 notify: Callable[[], None], *, retry_after_s: Sequence[float] = (0.5, 1.0, 2.0)):
+        self._retry_after_s = retry_after_s
         self._load, self._refusals, self._notify = load, refusals, notify
         self._turn = threading.Condition()
         self._next: tuple[Weights, float | None] | None = None
@@ -154,14 +156,27 @@ class Loader:
                 with self._turn:
                     self._turn.wait_for(lambda: self._next is not None)
                     (event, heard_at), self._next = self._next, None
-                try:
-                    weights, phases = self._load(event)
-                    arrival = Arrival(event, heard_at, phases, weights)
-                except self._refusals as e:
-                    arrival = Arrival(event, heard_at, {}, cause=str(e))
-                self._arrivals.append(arrival)
-                self._notify()
+                arrival = self._try(event, heard_at)
+                self._give(arrival)
+                for pause in self._retry_after_s if arrival.cause is not None else ():
+                    with self._turn:
+                        if self._turn.wait_for(lambda: self._next is not None, pause):
+                            break  # a newer version is on offer
+                    if (again := self._try(event, heard_at)).cause is None:
+                        self._give(again)
+                        break
         except BaseException as e:
             self._error = e
             self._notify()
             raise
+
+    def _try(self, event: Weights, heard_at: float | None) -> Arrival:
+        try:
+            weights, phases = self._load(event)
+        except self._refusals as e:
+            return Arrival(event, heard_at, {}, cause=str(e))
+        return Arrival(event, heard_at, phases, weights)
+
+    def _give(self, arrival: Arrival) -> None:
+        self._arrivals.append(arrival)
+        self._notify()

@@ -14,11 +14,13 @@ from typing import NamedTuple, TypeVar
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import KafkaAdminClient, NewTopic
-from kafka.errors import KafkaError, TopicAlreadyExistsError
+from kafka.errors import KafkaError, RetriableError, TopicAlreadyExistsError
 
 from schemas.record import rows_of
 from schemas.settings import KafkaSettings
 from schemas.topics import ALL, PARTITIONED, topic
+
+METADATA_TRIES = 20  # half a second apart
 
 R = TypeVar("R")
 
@@ -102,7 +104,16 @@ def ensure_topics(kafka: KafkaSettings, run_id: str, names: Iterable[str] = ALL)
 
 def ends(client: KafkaConsumer, name: str) -> dict[TopicPartition, int]:
     """The end offset of each partition of a topic. Raises NoTopic."""
-    partitions = client.partitions_for_topic(name)
+    tries = 0
+    while True:
+        try:
+            partitions = client.partitions_for_topic(name)
+            break
+        except RetriableError:
+            # A broker that was too busy for a heartbeat is fenced until the next one; its metadata names no broker so long.
+            if (tries := tries + 1) > METADATA_TRIES:
+                raise
+            time.sleep(0.5)
     if not partitions:
         raise NoTopic(f"there is no topic {name!r}: `pipelinerl topics` lists a run's topics")
     return client.end_offsets([TopicPartition(name, p) for p in sorted(partitions)])

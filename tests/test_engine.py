@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -648,6 +649,46 @@ def test_versions_that_were_overtaken_are_never_read():
     go.set()
     assert arrived.acquire(timeout=10) and arrived.acquire(timeout=10)
     assert read == [1, 4] and [loader.take().event.version, loader.take().event.version, loader.take()] == [1, 4, None]
+
+
+@pytest.mark.parametrize(("failures", "tries", "told"), [(0, 1, ["ok"]), (2, 3, ["away", "ok"]), (9, 4, ["away"])])
+def test_a_store_that_is_away_for_a_moment_is_asked_again(failures, tries, told):
+    read, arrived = [], threading.Semaphore(0)
+
+    def load(event):
+        read.append(event.version)
+        if read.count(1) <= failures and event.version == 1:
+            raise BadWeights("away")
+        return FakeWeights(event), {}
+
+    loader = Loader(load, (BadWeights,), arrived.release, retry_after_s=(0.01, 0.01, 0.01))
+    loader.offer(weights(1), 0.0)
+    for _ in told:
+        assert arrived.acquire(timeout=10)
+    assert [a.cause or "ok" for a in iter(loader.take, None)] == told
+    until = time.monotonic() + 10
+    while read.count(1) < tries:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    loader.offer(weights(2), 0.0)
+    assert arrived.acquire(timeout=10) and loader.take().event.version == 2
+    assert read == [1] * tries + [2]
+
+
+def test_a_newer_version_ends_the_tries_of_an_older_one():
+    read, arrived = [], threading.Semaphore(0)
+
+    def load(event):
+        read.append(event.version)
+        if event.version == 1:
+            raise BadWeights("away")
+        return FakeWeights(event), {}
+
+    loader = Loader(load, (BadWeights,), arrived.release, retry_after_s=(60.0,))
+    loader.offer(weights(1), 0.0)
+    assert arrived.acquire(timeout=10) and loader.take().cause == "away"
+    loader.offer(weights(2), 0.0)
+    assert arrived.acquire(timeout=10) and loader.take().event.version == 2 and read == [1, 2]
 
 
 def test_an_error_of_the_loader_is_raised_by_the_loop():

@@ -65,7 +65,8 @@ def until(what: str, condition, seconds: float = 120):
 @pytest.fixture(scope="module")
 def run(stack, model):
     """(settings, summary) of a run that ended by itself, with bad bytes among its prompts."""
-    s = settings(stack, model, "loop", **{"run.max_steps": STEPS_TO_RUN})
+    # Few sequences at a time: generation is what the others wait for, so that updates find sequences in flight.
+    s = settings(stack, model, "loop", **{"run.max_steps": STEPS_TO_RUN, "generation.batch": 4})
     ensure_topics(s.kafka, s.run.id)
     bad = Writer(s.kafka)
     bad.write(topic(s.run.id, PROMPTS), b"these are no Arrow bytes")
