@@ -141,11 +141,11 @@ class EngineLoop:
 
     def turn(self) -> bool:
         """One round: apply what is ready, refill the slots, one step. False if there was nothing to do."""
-        applied = self._apply_if_due()
+        applied = False
         while (arrival := self._loader.take()) is not None:
             applied = True
             self._arrived(arrival)
-            self._apply_if_due()
+        applied |= self._apply_if_due()
         self._say_stats()
         if not self._ready():
             return applied
@@ -222,6 +222,7 @@ class EngineLoop:
                 self._arrival.weights.close()
             self._arrival = arrival
             return
+        self._apply_if_due()  # it came first
         key = arrival.event.epoch, arrival.event.version
         if self._wanted == key:
             self._wanted = None if self._arrival is None else _key(self._arrival.weights)
