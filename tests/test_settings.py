@@ -45,10 +45,18 @@ def test_file_environment_flags_in_this_order(tmp_path, monkeypatch):
     ({"training.lr": "fast"}, "training.lr"),
     ({"training.loss.kind": "grpo"}, "training.loss"),
     ({"training.max_lag": "-1"}, "training.max_lag"),
+    ({"weights.full_every": "5"}, "full_every goes with weights.encoding = delta"),
+    ({"weights.chunked_generation": "512"}, "with `1 version` nothing waits"),
+    ({"weights.update_every": "300"}, "weights.update_every"),
 ])
 def test_what_contradicts_or_does_nothing_is_refused(flags, words):
     with pytest.raises(BadSettings, match=words):
         load(flags=flags)
+
+
+def test_when_to_update_is_a_count_and_a_unit():
+    assert [load(flags={"weights.update_every": v}).weights.rule for v in ("1 version", "4 versions", "250 tokens")] == [
+        (1, "version"), (4, "version"), (250, "token")]
 
 
 def test_a_typo_names_the_key_and_the_right_one(tmp_path):

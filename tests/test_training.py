@@ -46,12 +46,13 @@ class FakeLog:
 
 
 class FakeStaged:
-    def __init__(self, digest):
-        self.digest = digest
+    def __init__(self, digest, base_version=None, size=1):
+        self.digest, self.base_version, self.size = digest, base_version, size
 
     def offer(self, epoch, version, run_id):
-        return Weights(run_id=run_id, epoch=epoch, version=version, digest=self.digest, uri=f"/w/{epoch}.{version}", encoding="full",
-                       bytes=1, dtype="float32", offered_at=now())
+        encoding = "full" if self.base_version is None else "delta"
+        return Weights(run_id=run_id, epoch=epoch, version=version, digest=self.digest, uri=f"/w/{epoch}.{version}.{encoding}",
+                       encoding=encoding, base_version=self.base_version, bytes=self.size, dtype="float32", offered_at=now())
 
 
 class FakeTrainer:
@@ -140,6 +141,35 @@ def feed(rank, *steps, micro_batches=3):
             if i % rank.world == rank.rank:
                 rank.take(message)
         rank.take(encode([manifest]))
+
+
+def published(tmp_path, log, *staged):
+    """A publication that has made versions 0, 1, ... out of these."""
+    p = Publication(batches.settings("m", tmp_path), log)
+    p.start(0, staged[0], None)
+    for version, made in enumerate(staged[1:], 1):
+        p.trained(batches.step(version, 1)[0], made, {}, None)
+    return p
+
+
+def test_the_bases_of_deltas_that_are_needed_are_kept(tmp_path):
+    p = published(tmp_path, FakeLog(), FakeStaged("0"), *(FakeStaged(str(v), v - 1 if v % 5 else None) for v in range(1, 14)))
+    assert p.settings.weights.keep == 4
+    assert p.keep([]) == {10, 11, 12, 13}, "10 is full"
+    assert p.keep([7]) == {5, 6, 7, 10, 11, 12, 13}
+
+
+def test_a_version_whose_bytes_changed_their_form_is_said_again(tmp_path):
+    """Taken up from a checkpoint, the first version is full though it was a delta; and a delta may have another length."""
+    log = FakeLog()
+    published(tmp_path, log, FakeStaged("0"), FakeStaged("1", 0), FakeStaged("2", 1, size=50))
+    p = Publication(batches.settings("m", tmp_path), log)
+    p.start(1, FakeStaged("1"), "1")
+    p.trained(batches.step(2, 1)[0], FakeStaged("2", 1, size=51), {}, None)
+    p.trained(batches.step(2, 1)[0], FakeStaged("2", 1, size=51), {}, None)
+    said = [(w.version, w.encoding, w.bytes, w.epoch) for w in log.rows(Weights, "weights")]
+    assert said == [(0, "full", 1, 0), (1, "delta", 1, 0), (2, "delta", 50, 0), (1, "full", 1, 0), (2, "delta", 51, 0)]
+    assert len(log.rows(StepRecord, "steps")) == 3, "a step is on record once"
 
 
 def test_version_0_is_offered_before_anything_is_trained(tmp_path):
