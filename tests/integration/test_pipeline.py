@@ -94,7 +94,7 @@ def test_updates_land_inside_sequences(run):
     _, made = run
     assert made["rollouts_spanning_versions"] > 0
     assert made["weight_updates_applied"] >= STEPS_TO_RUN - 1
-    assert made["updates_seen_inside_a_sequence"] >= 1, "engines of so small a run wait for credit most of the time"
+    assert made["updates_seen_inside_a_sequence"] >= 2, "engines of so small a run wait for credit most of the time"
 
 
 def test_every_step_says_what_it_measured(run):
@@ -188,7 +188,7 @@ def test_every_token_carries_the_version_that_computed_it(run, model):
         policies[w.version] = policy
     rows = [r for r in records(s, SCORED, Rollout) if len(r.version_spans) > 1]
     several = sorted(rows, key=lambda r: -len(r.version_spans))[:12]
-    assert len(several) >= 4 and all(r.kv_policy == "reuse_partial" for r in several)
+    assert len(several) == 12 and all(r.kv_policy == "reuse_partial" for r in several)
     worst = other = 0.0
     for row in several:
         right = logprobs_by_version(policies, row)
