@@ -303,7 +303,7 @@ def _dead(settings: Settings, args: argparse.Namespace) -> int:
         (letter,) = chosen.values()
         print(dead.show(letter))
         if args.to is not None:
-            dead.save(letter, args.to)
+            args.to.write_bytes(letter.original)
     return 0
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+from jobs.replay import CLASSES
 from operators.log import Writer, read
 from schemas.record import BadRecord, decode, name_of, rows_of
-from schemas.records import RECORDS, Dead
+from schemas.records import Dead
 from schemas.settings import KafkaSettings
 from schemas.topics import ACKS, CONTROL, DEAD, PROMPTS, ROLLOUTS, SCORED, topic
 
@@ -47,16 +47,12 @@ def show(letter: Dead) -> str:
     head = f"{letter.stage} refused {len(letter.original)} bytes of {letter.topic} at {letter.at:%Y-%m-%d %H:%M:%S}:\n{letter.cause}\n"
     try:
         name = name_of(letter.original)
-        cls = next(r for r in RECORDS if r.record_name == name)
+        cls = CLASSES[name]
         rows = decode(cls, letter.original)
-    except (BadRecord, StopIteration):
+    except (BadRecord, KeyError):
         return head + f"no record that can be read; it begins with {letter.original[:64]!r}"
     values = ({n: getattr(row, n) for n in cls.arrow_schema.names} for row in rows)
     return head + f"{name}:\n" + "\n".join(json.dumps(v, default=str, ensure_ascii=False, indent=1) for v in values)
-
-
-def save(letter: Dead, to: Path) -> None:
-    to.write_bytes(letter.original)
 
 
 def retry(kafka: KafkaSettings, run_id: str, chosen: Sequence[Dead]) -> int:

@@ -31,7 +31,7 @@ class LoadedWeights:
 
     def __init__(self, event: Weights, handle: int, tensors: dict[str, torch.Tensor]):
         self.event, self._handle, self._tensors = event, handle, tensors
-        self.path = f"/proc/{os.getpid()}/fd/{handle}"
+        self.path = files.by_handle(handle)
 
     @property
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -76,7 +76,7 @@ class WeightFiles:
             tensors = files.decode(event, buffer)
             expected = {n: shape for n, shape in self._expected.items() if n in tensors or n not in self._optional}
             offered = {n: t for n, t in tensors.items() if n in expected or n not in self._optional}
-            files.check(expected, offered, self._dtype, f"version {event.version} (epoch {event.epoch}) at {event.uri}")
+            files.check(expected, offered, self._dtype, files.where(event))
         except BaseException:
             os.close(handle)
             raise
@@ -99,7 +99,7 @@ class WeightFiles:
                 buffer = files.fetch(event)
                 undo.pop_all()
             return handle, buffer
-        held = None if self._held is None else (self._held[0], lambda: files.read(f"/proc/{os.getpid()}/fd/{self._held[1]}"))
+        held = None if self._held is None else (self._held[0], lambda: files.read(files.by_handle(self._held[1])))
         buffer = files.fetch(event, held)
         with tempfile.TemporaryFile(prefix="pipelinerl-weights-") as file:  # nameless: nothing is left behind
             file.write(buffer)

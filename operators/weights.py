@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,37 +93,47 @@ def stage(folder: str, layout: Mapping[str, Spec], tensors: Iterable[tuple[str, 
     local = folder if "://" not in folder else tempfile.gettempdir()
     os.makedirs(local, exist_ok=True)
     digest, size = hashlib.sha256(), 0
-    handle, path = tempfile.mkstemp(prefix="writing-", suffix=".tmp", dir=local)
+    with _writing(local) as (path, put):
+
+        def write(data: bytes | memoryview) -> None:
+            nonlocal size
+            size += len(data)
+            digest.update(data)
+            put(data)
+
+        write(_header(layout))
+        left = iter(file_order(layout))
+        for name, tensor in tensors:
+            expected = next(left, None)
+            if name != expected or tuple(tensor.shape) != layout[name].shape:
+                raise BadWeights(f"publishing {folder}: expected tensor {expected!r}, found {name!r} of shape {tuple(tensor.shape)}")
+            # contiguous, or a view would be published with its neighbours' bytes
+            flat = tensor.detach().to("cpu", layout[name].dtype).contiguous().reshape(-1)
+            if flat.numel():
+                write(memoryview(flat.view(torch.uint8).numpy()))
+        if (missing := next(left, None)) is not None:
+            raise BadWeights(f"publishing {folder}: tensor {missing!r} never came")
+    return Staged(folder, path, digest.hexdigest(), size, dtype)
+
+
+@contextlib.contextmanager
+def _writing(folder: str) -> Iterator[tuple[str, Callable[[bytes | memoryview], None]]]:
+    """(path, what appends to it) of a file under a temporary name: synced and readable for all after the body, gone if that fails."""
+    handle, path = tempfile.mkstemp(prefix="writing-", suffix=".tmp", dir=folder)
     try:
         with os.fdopen(handle, "wb", buffering=0) as file:
 
-            def write(data: bytes | memoryview) -> None:
-                nonlocal size
-                size += len(data)
-                digest.update(data)
+            def put(data: bytes | memoryview) -> None:
                 while data := memoryview(data)[file.write(data):]:  # one write takes at most 2 GiB
                     pass
 
-            head = _header(layout)
-            write(head)
-            left = iter(file_order(layout))
-            for name, tensor in tensors:
-                expected = next(left, None)
-                if name != expected or tuple(tensor.shape) != layout[name].shape:
-                    raise BadWeights(f"publishing {folder}: expected tensor {expected!r}, found {name!r} of shape {tuple(tensor.shape)}")
-                # contiguous, or a view would be published with its neighbours' bytes
-                flat = tensor.detach().to("cpu", layout[name].dtype).contiguous().reshape(-1)
-                if flat.numel():
-                    write(memoryview(flat.view(torch.uint8).numpy()))
-            if (missing := next(left, None)) is not None:
-                raise BadWeights(f"publishing {folder}: tensor {missing!r} never came")
+            yield path, put
             os.fsync(file.fileno())
         os.chmod(path, 0o644)  # generators may run as someone else
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         raise
-    return Staged(folder, path, digest.hexdigest(), size, dtype)
 
 
 def publish(folder: str, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], run_id: str, dtype: str) -> Weights:
@@ -152,21 +162,17 @@ class Deltas:
             if base is None or base.digest != digest or version % self._full_every == 0:
                 return full
             event = encode([base])
-            changes = delta.make(read(_by(handle)), read(full.path), getattr(torch, full.dtype).itemsize)
-            file, path = tempfile.mkstemp(prefix="writing-", suffix=".tmp", dir=os.path.dirname(full.path))
-            with os.fdopen(file, "wb") as out:
-                out.write(_LENGTH.pack(len(event)) + event + changes)
-                out.flush()
-                os.fsync(out.fileno())
-            os.chmod(path, 0o644)
+            changes = delta.make(read(by_handle(handle)), read(full.path), getattr(torch, full.dtype).itemsize)
+            with _writing(os.path.dirname(full.path)) as (path, put):
+                put(_LENGTH.pack(len(event)) + event + changes)
             os.unlink(full.path)
             return Staged(full.folder, path, full.digest, os.path.getsize(path), full.dtype, base.version)
         finally:
             os.close(handle)
 
 
-def _by(handle: int) -> str:
-    """A name of an open file, whatever became of its own."""
+def by_handle(handle: int) -> str:
+    """A path of an open file, whatever became of its own."""
     return f"/proc/{os.getpid()}/fd/{handle}"
 
 
@@ -185,19 +191,19 @@ def fetch(event: Weights, held: Held | None = None) -> bytearray:
         base, changes = _split(at, _fetch(at))
         deltas.append((at, changes))
         if base.version >= at.version:
-            raise BadWeights(f"{_where(at)}: its base is version {base.version}, which is none before it")
+            raise BadWeights(f"{where(at)}: its base is version {base.version}, which is none before it")
         at = base
     if held is not None and held[0] == at.digest:
         buffer = held[1]()
     elif at.encoding == "full":
         buffer = _fetch(at)
     else:
-        raise BadWeights(f"{_where(at)}: expected encoding full or delta, found {at.encoding!r}")
+        raise BadWeights(f"{where(at)}: expected encoding full or delta, found {at.encoding!r}")
     for of, changes in reversed(deltas):
         try:
             delta.apply(buffer, changes)
         except delta.BadDelta as e:
-            raise BadWeights(f"{_where(of)}: {e}") from e
+            raise BadWeights(f"{where(of)}: {e}") from e
     return buffer
 
 
@@ -209,11 +215,12 @@ def _split(event: Weights, file: bytearray) -> tuple[Weights, memoryview]:
             raise ValueError(f"it has {len(file)} bytes, which end within its head")
         (base,) = decode_record(Weights, bytes(file[_LENGTH.size:start]))
     except (struct.error, BadRecord, ValueError) as e:
-        raise BadWeights(f"{_where(event)} does not name its base: {e}") from e
+        raise BadWeights(f"{where(event)} does not name its base: {e}") from e
     return base, memoryview(file)[start:]
 
 
-def _where(event: Weights) -> str:
+def where(event: Weights) -> str:
+    """A version as errors name it."""
     return f"version {event.version} (epoch {event.epoch}) at {event.uri}"
 
 
@@ -228,7 +235,7 @@ def _fetch(event: Weights) -> bytearray:
     except OSError as e:
         raise BadWeights(f"version {event.version} (epoch {event.epoch}) cannot be read from {event.uri}: {e}") from e
     if len(buffer) != event.bytes:
-        raise BadWeights(f"{_where(event)}: expected {event.bytes} bytes, found {len(buffer)}")
+        raise BadWeights(f"{where(event)}: expected {event.bytes} bytes, found {len(buffer)}")
     return buffer
 
 
@@ -246,10 +253,10 @@ def read(path: str) -> bytearray:
 
 def decode(event: Weights, buffer: bytearray) -> dict[str, torch.Tensor]:
     """The tensors of what `fetch` gave, whose memory they share. Raises BadWeights if digest or layout are wrong."""
-    where = _where(event)
+    place = where(event)
     found = hashlib.sha256(buffer).hexdigest()
     if found != event.digest:
-        raise BadWeights(f"{where}: expected digest {event.digest}, found {found}")
+        raise BadWeights(f"{place}: expected digest {event.digest}, found {found}")
     try:
         (length,) = _LENGTH.unpack_from(buffer)
         head = json.loads(bytes(buffer[_LENGTH.size:_LENGTH.size + length]))
@@ -264,7 +271,7 @@ def decode(event: Weights, buffer: bytearray) -> dict[str, torch.Tensor]:
             flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=data + start) if count else torch.empty(0, dtype=dtype)
             out[name] = flat.reshape(entry["shape"])
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as e:
-        raise BadWeights(f"{where} is no safetensors file: {e}") from e
+        raise BadWeights(f"{place} is no safetensors file: {e}") from e
     return out
 
 

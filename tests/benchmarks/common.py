@@ -80,6 +80,20 @@ def ratio(name: str, ours: Sequence[float], bare: Sequence[float], goal: float |
     return Measure(name, value, "ratio", low, high, len(logs), goal)
 
 
+def step_of_rows(number: int, rows: list[tuple[Any, float]], budget: int) -> tuple[Any, list]:
+    """(manifest, tables packed by the budget) of step `number` out of (row, advantage) pairs, as the sequencer makes them."""
+    from operators.packing import micro_batch, pack
+    from schemas.records import Manifest, now
+
+    parts = pack([r.length for r, _ in rows], budget)
+    tables = [micro_batch(number, i, [rows[j] for j in part]) for i, part in enumerate(parts)]
+    return Manifest(
+        run_id="benchmark", kind="step", step=number, micro_batch_offsets=list(range(len(tables))), sequences=len(rows),
+        groups=len({r.group_id for r, _ in rows}), trainable_tokens=sum(r.response_length for r, _ in rows),
+        tokens=sum(r.length for r, _ in rows), lag_max=0, metrics=[], formed_at=now(),
+        samples=[{"group_id": r.group_id, "sample_index": r.sample_index, "rollout_id": r.rollout_id} for r, _ in rows]), tables
+
+
 def mean(name: str, values: Sequence[float], unit: str, goal: float | None = None, *, at_most: bool = False) -> Measure:
     """Arithmetic mean with its interval."""
     return Measure(name, *_with_unit(mean_interval(values), unit), len(values), goal, at_most)

@@ -22,7 +22,7 @@ import numpy as np
 
 from operators.packing import pack
 from schemas.settings import Settings
-from tests.benchmarks.common import Measure, alternate, machine, mean, ratio, report
+from tests.benchmarks.common import Measure, alternate, machine, mean, ratio, report, step_of_rows
 
 SEED = 0
 GOAL, FILL_GOAL = 0.98, 0.97
@@ -80,8 +80,6 @@ def fills(seeds: int) -> list[Measure]:
 def step_of(case: Case, number: int, vocabulary: int) -> tuple[Any, list, int]:
     """(manifest, tables of the sequence schema packed by the budget, tokens) of step `number`."""
     from operators.grouping import row_of
-    from operators.packing import micro_batch
-    from schemas.records import Manifest, now
     from tests.records import rollout, table
 
     draw = np.random.default_rng(SEED)  # the same step each time: rounds differ by nothing but their versions
@@ -96,15 +94,8 @@ def step_of(case: Case, number: int, vocabulary: int) -> tuple[Any, list, int]:
             rollout_logprobs=[None] * case.prompt + (-3 * draw.random(response)).tolist())))
         assert outcome is None, cause
         rows.append((row, float(draw.normal())))
-    parts = pack([r.length for r, _ in rows], case.budget)
-    tables = [micro_batch(number, i, [rows[j] for j in part]) for i, part in enumerate(parts)]
-    tokens = sum(r.length for r, _ in rows)
-    manifest = Manifest(
-        run_id="benchmark", kind="step", step=number, micro_batch_offsets=list(range(len(tables))), sequences=len(rows),
-        groups=len({r.group_id for r, _ in rows}), trainable_tokens=sum(r.response_length for r, _ in rows), tokens=tokens,
-        samples=[{"group_id": r.group_id, "sample_index": r.sample_index, "rollout_id": r.rollout_id} for r, _ in rows], lag_max=0,
-        metrics=[], formed_at=now())
-    return manifest, tables, tokens
+    manifest, tables = step_of_rows(number, rows, case.budget)
+    return manifest, tables, manifest.tokens
 
 
 class Product:

@@ -8,14 +8,13 @@ version is published as the train job does it and loaded as an engine does it; a
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from schemas.settings import Settings
-from tests.benchmarks.common import Measure, machine, mean, report
+from tests.benchmarks.common import Measure, machine, mean, report, step_of_rows
 
 GOAL = 0.005
 GROUP, RESPONSE, LEARNING_RATES = 8, 24, (1e-6, 1e-5)
@@ -57,8 +56,6 @@ def sample(model: Path, groups: int, seed: int) -> list[list[Sample]]:
 def step_of(number: int, groups: list[list[Sample]], budget: int) -> tuple[Any, list]:
     """(manifest, tables) of a step, as the sequencer makes them."""
     from operators.grouping import row_of
-    from operators.packing import micro_batch, pack
-    from schemas.records import Manifest, now
     from tests.records import rollout, table
 
     rows = []
@@ -71,12 +68,7 @@ def step_of(number: int, groups: list[list[Sample]], budget: int) -> tuple[Any, 
                 token_ids=s.prompt + s.response, rollout_logprobs=[None] * start + s.logprobs)))
             assert outcome is None, cause
             rows.append((row, s.reward - (total - s.reward) / (GROUP - 1)))
-    tables = [micro_batch(number, i, [rows[j] for j in part]) for i, part in enumerate(pack([r.length for r, _ in rows], budget))]
-    return Manifest(
-        run_id="benchmark", kind="step", step=number, micro_batch_offsets=list(range(len(tables))), sequences=len(rows),
-        groups=len(groups), trainable_tokens=sum(r.response_length for r, _ in rows), tokens=sum(r.length for r, _ in rows),
-        samples=[{"group_id": r.group_id, "sample_index": r.sample_index, "rollout_id": r.rollout_id} for r, _ in rows], lag_max=0,
-        metrics=[], formed_at=now()), tables
+    return step_of_rows(number, rows, budget)
 
 
 def published(settings: Settings, batches: list[list[list[Sample]]]) -> list[dict[str, float]]:
@@ -105,7 +97,7 @@ def published(settings: Settings, batches: list[list[list[Sample]]]) -> list[dic
         tensors, phases = _load(generator, event)  # raises if the bytes are not the trainer's: the event has their digest
         changed = sum(int((tensors[n] != before[n]).sum()) for n in tensors) / sum(t.numel() for t in tensors.values())
         before = {n: t.clone() for n, t in tensors.items()}
-        base = memoryview(weights.read(f"/proc/{os.getpid()}/fd/{generator._held[1]}"))
+        base = memoryview(weights.read(weights.by_handle(generator._held[1])))
         began = time.perf_counter()
         bytearray(base)
         copied = time.perf_counter() - began
