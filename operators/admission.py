@@ -177,7 +177,7 @@ class AdmissionFunction(KeyedProcessFunction):
             else:
                 raise BadRecord(f"expected an outcome or control record, found {kind!r}")
         except BadRecord as e:
-            self._dead(str(e), value)
+            self._dead_outcome(str(e), value)
         yield from self._admit()
         self._arm(ctx)
 
@@ -208,6 +208,7 @@ class AdmissionFunction(KeyedProcessFunction):
         s, run = self.settings, self.settings.run.id
         self._topic, self._ledger = topic(run, PROMPTS), topic(run, ADMISSIONS)
         self._dead = DeadLetters(s.kafka, run, "admission", self._topic)
+        self._dead_outcome = DeadLetters(s.kafka, run, "admission", topic(run, OUTCOMES))
         self._log = OwnedLog(s.kafka, f"{run}.admission")
         self._admitter = Admitter(run, s.training.batch, s.training.max_lag, s.grouping.group_size)
         open_groups = self._admitter.adopt(self._log.rows(Admission, self._ledger), self._log.rows(Outcome, topic(run, OUTCOMES)))

@@ -134,10 +134,13 @@ def test_dead_letters_can_be_listed_shown_and_sent_again(run, capsys, tmp_path):
 
     lines = dead("list").splitlines()
     assert len(lines) == 1 + len(records(s, DEAD, Dead))
-    number, owned = (next(line.split()[0] for line in lines if text in line) for text in (f"{s.run.id}.prompts: ", f"{s.run.id}.batches: "))
+    found = letters(s.kafka, s.run.id)
+    number = str(next(n for n, d in found.items() if d.original == b"these are no Arrow bytes"))
+    owned = str(next(n for n, d in found.items() if d.topic == topic(s.run.id, BATCHES)))
+    assert f"{s.run.id}.prompts: " in next(line for line in lines if line.split()[0] == number)
     shown = dead("show", number, "--to", str(tmp_path / "bytes"))
     assert "these are no Arrow bytes" in shown and (tmp_path / "bytes").read_bytes() == b"these are no Arrow bytes"
-    named = next(n for n, d in letters(s.kafka, s.run.id).items() if d.group_id is not None and "context" in d.cause)
+    named = next(n for n, d in found.items() if d.group_id is not None and "context" in d.cause)
     assert '"prompt_id": "too long"' in dead("show", str(named))
     before = sum(1 for _ in read(s.kafka, topic(s.run.id, PROMPTS)))
     assert "1 sent again" in dead("retry", number)
