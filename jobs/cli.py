@@ -162,7 +162,8 @@ def topology(settings: Settings) -> str:
         f"  devices     {what}",
         f"  generate    {g.engines} engine(s) x H = {g.batch} sequences in flight, {g.kv_cache_mode} KV cache, "
         f"tensor parallel {g.tensor_parallel}",
-        f"  admission   at most {s.credit} samples unresolved = (max_lag {t.max_lag} + 1) * B: {s.credit // n} groups of {n}",
+        f"  admission   at most {s.credit} samples unresolved = (max_lag {t.max_lag} + 1) * B: {s.credit // n} groups of {n}"
+        + (f"; by turns: all of them under one version, then {t.max_lag + 1} steps" if s.run.mode == "conventional" else ""),
         f"  preprocess  reward x {s.reward.parallelism}, reference x {s.reference.parallelism if s.reference.enabled else 0}, "
         f"one sequencer, {s.packing.pipeline_depth} step(s) ahead",
         f"  train       {t.ranks} rank(s), ZeRO {t.zero_stage}, {t.dtype}, B = {t.batch}, loss {t.loss.kind}, "

@@ -2,8 +2,9 @@
 
 Promises (invariants 1 and 5): at most (max_lag + 1) * B samples are unresolved at once; groups are admitted whole; each prompt is
 admitted once, however often it is loaded; what is let in is written to `admissions` before it is dispatched.
-Credit comes back with `outcomes`. The prompts are pulled by a consumer of its own, only while there is credit: Kafka gives no
-back-pressure, and a source would pull the whole topic into state.
+Credit comes back with `outcomes`. In conventional mode it comes back in rounds: nothing is admitted between the first training step of
+a round and the last, and a round's samples start under the version that the last step left. The prompts are pulled by a consumer of its
+own, only while there is credit: Kafka gives no back-pressure, and a source would pull the whole topic into state.
 """
 
 from __future__ import annotations
@@ -36,21 +37,24 @@ class Admitter:
     (4, 0)
     """
 
-    def __init__(self, run_id: str, batch: int, max_lag: int, group_size: int):
-        self.run_id, self.group_size, self.max_lag = run_id, group_size, max_lag
+    def __init__(self, run_id: str, batch: int, max_lag: int, group_size: int, *, conventional: bool = False):
+        self.run_id, self.group_size, self.max_lag, self.conventional = run_id, group_size, max_lag, conventional
         self.limit = (max_lag + 1) * batch
         self.version = 0  # newest version known to be trained
         self.next_offset = 0  # of the prompts topic
         self.groups = 0  # admitted so far
+        self.unresolved_samples = 0
         self.closed = False
         self.stopping = False
         self.unresolved: dict[str, set[int]] = {}
         self._seen: dict[tuple[str, int], Ranges] = collections.defaultdict(Ranges)
-        self._samples_open = 0
+        self._admitted_under = 0  # version when the newest group was admitted
 
     @property
     def credit(self) -> int:
-        return self.limit - self._samples_open
+        """Samples that may be admitted now."""
+        training = self.conventional and self.unresolved and self.version > self._admitted_under
+        return 0 if training else self.limit - self.unresolved_samples
 
     def adopt(self, admissions: Iterable[Admission], outcomes: Iterable[Outcome]) -> list[Admission]:
         """Take up the ledger from the log. Returns the groups with unresolved samples, oldest first."""
@@ -63,6 +67,7 @@ class Admitter:
             self.groups = max(self.groups, a.admission + 1)
             if a.group_id not in kept:
                 kept[a.group_id] = a
+                self._admitted_under = a.policy_version
                 self._open(a.group_id, a.samples)
         for o in outcomes:
             self.resolve(o)
@@ -72,7 +77,7 @@ class Admitter:
         dataset, dataset_pass, ordinal = group_id.rsplit("/", 2)
         self._seen[dataset, int(dataset_pass)].add(int(ordinal))
         self.unresolved[group_id] = set(range(samples))
-        self._samples_open += samples
+        self.unresolved_samples += samples
 
     def resolve(self, o: Outcome) -> None:
         """Credit comes back with the first final outcome of a sample; a repetition is harmless."""
@@ -85,7 +90,7 @@ class Admitter:
         waiting = self.unresolved.get(o.group_id)
         if waiting and o.sample_index in waiting:
             waiting.remove(o.sample_index)
-            self._samples_open -= 1
+            self.unresolved_samples -= 1
             if not waiting:
                 del self.unresolved[o.group_id]
 
@@ -112,8 +117,10 @@ class Admitter:
         self._open(p.group_id, samples)
         self.next_offset = offset + 1
         self.groups += 1
+        self._admitted_under = self.version
         return Admission(run_id=self.run_id, kind="group", admission=self.groups - 1, group_id=p.group_id, samples=samples,
-                         prompt_offset=offset, policy_version=self.version, min_version=max(0, self.version - self.max_lag),
+                         prompt_offset=offset, policy_version=self.version,
+                         min_version=self.version if self.conventional else max(0, self.version - self.max_lag),
                          credit=self.credit, admitted_at=now())
 
     def close(self) -> Admission:
@@ -156,7 +163,7 @@ class AdmissionFunction(KeyedProcessFunction):
         self._admitter: Admitter | None = None
         self._timers: set[int] = set()  # registered and not yet due
         metrics = context.get_metrics_group().add_group("pipelinerl")
-        metrics.gauge("unresolved", lambda: self._admitter.limit - self._admitter.credit if self._admitter else 0)
+        metrics.gauge("unresolved", lambda: self._admitter.unresolved_samples if self._admitter else 0)
         metrics.gauge("admitted_groups", lambda: self._admitter.groups if self._admitter else 0)
 
     def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context):
@@ -210,7 +217,8 @@ class AdmissionFunction(KeyedProcessFunction):
         self._dead = DeadLetters(s.kafka, run, "admission", self._topic)
         self._dead_outcome = DeadLetters(s.kafka, run, "admission", topic(run, OUTCOMES))
         self._log = OwnedLog(s.kafka, f"{run}.admission")
-        self._admitter = Admitter(run, s.training.batch, s.training.max_lag, s.grouping.group_size)
+        self._admitter = Admitter(run, s.training.batch, s.training.max_lag, s.grouping.group_size,
+                                  conventional=s.run.mode == "conventional")
         open_groups = self._admitter.adopt(self._log.rows(Admission, self._ledger), self._log.rows(Outcome, topic(run, OUTCOMES)))
         controls = list(self._log.rows(Control, topic(run, CONTROL)))
         self._ending = any(c.kind == "end_of_prompts" for c in controls)

@@ -33,6 +33,8 @@ class Tokens:
     reference: torch.Tensor | None = None  # [K] float32; NaN where there is none
     entropy: torch.Tensor | None = None  # [K] float32, with gradient if it is in the loss
     on_policy: torch.Tensor | None = None  # [K] bool: of a sequence sampled by the very version that trains
+    position: torch.Tensor | None = None  # [K] int64, in the response, from 0
+    lag: torch.Tensor | None = None  # [K] int64, in steps
 
 
 class Terms(NamedTuple):
@@ -84,10 +86,13 @@ def cispo(t: Tokens, p: CISPOLoss) -> Terms:
 
 LOSSES: dict[str, Callable[..., Terms]] = {"reinforce": reinforce, "ppo": ppo, "gspo": gspo, "cispo": cispo}
 
-#: Sums over trainable tokens, in the order of the vector `measure` returns. Names ending in _max are maxima.
+#: First response positions of the intervals that lag and weight are measured over: [0], [1, 2], [3, 6], ...; the last one holds all beyond.
+POSITIONS = tuple(2**i - 1 for i in range(16))
+#: Sums over trainable tokens, in the order of the vector `step_loss` returns; the last one is a maximum.
 MEASURES = (
     "tokens", "loss", "w", "w2", "clipped", "clipped2", "beyond", "kl_behaviour",
-    "ref_tokens", "kl_ref", "on_policy", "mismatch_kl", "mismatch_abs", "entropy", "w_max",
+    "ref_tokens", "kl_ref", "on_policy", "mismatch_kl", "mismatch_abs", "entropy",
+    *(f"{name}_at_{p}" for name in ("tokens", "lag", "w", "w2") for p in POSITIONS), "w_max",
 )
 
 
@@ -129,12 +134,18 @@ def step_loss(t: Tokens, params: ReinforceLoss | PPOLoss | GSPOLoss | CISPOLoss,
         mismatch_abs = torch.where(t.on_policy, ratio.abs(), 0.0).sum()
 
     clipped = terms.clipped
-    measures = torch.stack([m.to(torch.float64) for m in (
+    by_position = w.new_zeros(4, len(POSITIONS), dtype=torch.float64)
+    if t.position is not None:
+        interval = ((t.position + 1).log2().long()).clamp(max=len(POSITIONS) - 1)
+        of_token = torch.stack([torch.ones_like(w), t.lag.to(w.dtype), w, w * w]).to(torch.float64)
+        by_position = by_position.index_add(1, interval, of_token)
+    sums = torch.stack([m.to(torch.float64) for m in (
         zero + w.numel(), loss.detach(), w.sum(), (w * w).sum(), clipped.sum(), (clipped * clipped).sum(),
         terms.beyond.sum(),
         (w * ratio - w + 1).sum(),  # KL(pi || mu) from samples of mu: E[w log w], with w - 1, whose mean is 0, taken off
-        ref_tokens, kl_ref, on_policy, mismatch_kl, mismatch_abs, entropy, w.max() if w.numel() else zero)])
-    return loss, measures
+        ref_tokens, kl_ref, on_policy, mismatch_kl, mismatch_abs, entropy)])
+    largest = (w.max() if w.numel() else zero).to(torch.float64)
+    return loss, torch.cat([sums, by_position.flatten(), largest[None]])
 
 
 def ess(w: float, w2: float, n: float) -> float:
@@ -155,4 +166,8 @@ def summary(sums: dict[str, float], denominator: float) -> dict[str, float]:
         out["kl/ref"] = sums["kl_ref"] / sums["ref_tokens"]
     if sums["on_policy"]:
         out |= {"mismatch/kl": sums["mismatch_kl"] / sums["on_policy"], "mismatch/abs_mean": sums["mismatch_abs"] / sums["on_policy"]}
+    for p in POSITIONS:
+        if n_at := sums[f"tokens_at_{p}"]:
+            w, w2 = sums[f"w_at_{p}"], sums[f"w2_at_{p}"]
+            out |= {f"lag/at_{p}": sums[f"lag_at_{p}"] / n_at, f"is_ratio/at_{p}": w / n_at, f"ess/at_{p}": ess(w, w2, n_at)}
     return out

@@ -24,6 +24,8 @@ class MicroBatch:
     advantage: torch.Tensor  # [K] float32
     reference: torch.Tensor | None  # [K] float32, NaN where there is none; None if there is none at all
     on_policy: torch.Tensor  # [K] bool, of a sequence that the version that trains sampled as a whole
+    position: torch.Tensor  # [K] int64, in the response, from 0
+    lag: torch.Tensor  # [K] int64, steps between the version that sampled it and the one that trains
     counts: np.ndarray  # [len(COUNTS) + LAGS] float64
     rows: list[str]  # [S] group_id#sample_index, to name a row in an error
 
@@ -58,13 +60,13 @@ def read(table: pa.Table, device: torch.device | str = "cpu") -> MicroBatch:
         inside = have[sequence]
         reference[inside] = values[(targets - offsets[sequence] + found[sequence])[inside]]
     lag = step - 1 - _versions(table, offsets, targets, sequence, rows, step)
-    lengths = np.diff(offsets)
+    lengths, prompts = np.diff(offsets), table.column("prompt_length").to_numpy()
     # A token of this version that stands on an older version's KV cache is of another distribution: that is no mismatch of engines.
     oldest = np.zeros(len(rows), np.int64)
     np.maximum.at(oldest, sequence, lag)
     counts = np.concatenate([
         [len(rows), len(table.column("version_spans").combine_chunks().flatten()),
-         lengths.sum() - table.column("prompt_length").to_numpy().sum(), lengths.sum()],
+         lengths.sum() - prompts.sum(), lengths.sum()],
         np.bincount(lag.clip(0, LAGS - 1), minlength=LAGS)]).astype(np.float64)
 
     def put(a: np.ndarray) -> torch.Tensor:
@@ -73,7 +75,8 @@ def read(table: pa.Table, device: torch.device | str = "cpu") -> MicroBatch:
     return MicroBatch(
         packed=pack(token_ids, offsets, targets, table.column("temperature").to_numpy(), device), behaviour=put(behaviour),
         advantage=put(table.column("advantage").to_numpy()[sequence]), reference=None if reference is None else put(reference),
-        on_policy=put(oldest[sequence] == 0), counts=counts, rows=rows)
+        on_policy=put(oldest[sequence] == 0), position=put(targets - offsets[sequence] - prompts[sequence]), lag=put(lag),
+        counts=counts, rows=rows)
 
 
 def _versions(table: pa.Table, offsets: np.ndarray, targets: np.ndarray, sequence: np.ndarray, rows: list[str], step: int) -> np.ndarray:

@@ -161,7 +161,7 @@ class Sequencer:
             ready = self.grouper.ready
             complete = self.grouper.nothing_missing
             last = self.closed and complete
-            if sum(g.size for g in ready.values()) >= self.settings.training.batch or (complete and self._credit_is_stuck()):
+            if self._enough(last) or (complete and self._credit_is_stuck()):
                 return self._form(step, at)
             if last and ready and self.settings.packing.last_step == "train":
                 return self._form(step, at)
@@ -171,8 +171,23 @@ class Sequencer:
             return Plan([], self._manifest("end", self.formed, [], [], at))
         return None
 
+    def _enough(self, last: bool) -> bool:
+        """A step's samples are ready; in conventional mode also: those of all steps of the round, unless it has begun or is the last."""
+        ready = self.grouper.ready.values()
+        size, batch = sum(g.size for g in ready), self.settings.training.batch
+        if self.settings.run.mode == "pipeline" or last:
+            return size >= batch
+        return size >= (batch if self._in_round() else self.settings.credit)
+
+    def _in_round(self) -> bool:
+        """Conventional mode: the round has begun, since the samples that are left are older than the newest step."""
+        return any(g.policy_version_min < self.formed for g in self.grouper.ready.values())
+
     def _credit_is_stuck(self) -> bool:
-        """Prompts with group sizes of their own can fill the credit with less than a step: then the step is what there is."""
+        """Nothing more will come before a step is trained: prompts with group sizes of their own can fill the credit with less than a step,
+        a round can end with less. Then the step is what there is."""
+        if self.settings.run.mode == "conventional" and self._in_round():
+            return True
         sizes = [g.size for g in self.grouper.ready.values()]
         return bool(sizes) and self.formed == self.trained and sum(sizes) + max(sizes) > self.settings.credit
 

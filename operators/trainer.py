@@ -197,7 +197,7 @@ class Trainer:
         t = self.settings.training
         new, entropy = token_logprobs(self.engine, batch.packed, entropy=True)
         tokens = losses.Tokens(new, batch.behaviour, batch.advantage, batch.packed.sequence, batch.packed.sequences,
-                               batch.reference, entropy, batch.on_policy)
+                               batch.reference, entropy, batch.on_policy, batch.position, batch.lag)
         return losses.step_loss(tokens, t.loss, kl_coef=t.kl_coef, kl_weighted=t.kl_importance_weighted, entropy_coef=t.entropy_coef)
 
     def _nothing(self) -> torch.Tensor:

@@ -35,6 +35,9 @@ class RunSettings(Section):
     """Optimizer steps after which the run ends; without it the run ends with the prompts."""
     seed: int = 0
     """Seed of the trainer."""
+    mode: Literal["pipeline", "conventional"] = "pipeline"
+    """pipeline: generation never stops, weights change in the middle of sequences. conventional: the baseline, by turns: B * G samples
+    under one version, then generation rests for the G = max_lag + 1 optimizer steps on them."""
 
 
 class KafkaSettings(Section):
@@ -437,6 +440,9 @@ class Settings(BaseSettings):
         if t.batch % g.group_size:
             raise ValueError(f"training.batch ({t.batch}) must be divisible by grouping.group_size ({g.group_size}): "
                              "whole groups are admitted and trained")
+        if self.run.mode == "conventional" and (self.weights.rule != (1, "version") or self.weights.chunked_generation is not None):
+            raise ValueError("weights.update_every and weights.chunked_generation say when weights change inside sequences; "
+                             "with run.mode = conventional they never do")
         if t.kl_coef and not self.reference.enabled:
             raise ValueError("training.kl_coef needs reference.enabled = true")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.run.id):

@@ -42,6 +42,32 @@ def test_min_version_keeps_lag_zero_from_starting_stale():
     assert a.admit(prompt(1), 1).min_version == 1
 
 
+def conventional() -> Admitter:
+    return Admitter("r", batch=4, max_lag=1, group_size=4, conventional=True)  # rounds of G = 2 steps of 4
+
+
+def test_conventional_rounds_begin_when_the_last_one_is_trained():
+    a = conventional()
+    log = [a.admit(prompt(0), 0), a.admit(prompt(1), 1)]
+    assert a.credit == 0
+    said = [outcome(1, i, "filtered") for i in range(4)]
+    for o in said:
+        a.resolve(o)
+    log.append(a.admit(prompt(2), 2))
+    assert log[-1].min_version == 0, "what teaches nothing is replaced while the round is generated"
+    said += [outcome(0, i, "trained", step=1) for i in range(4)]
+    for o in said[-4:]:
+        a.resolve(o)
+    b = conventional()
+    b.adopt(log, said)
+    for each in (a, b):  # b: after a restart
+        assert each.unresolved_samples == 4 and each.credit == 0 and each.admit(prompt(3), 3) is None, "the round is in training"
+        for i in range(4):
+            each.resolve(outcome(2, i, "trained", step=2))
+        entry = each.admit(prompt(3), 3)
+        assert (entry.policy_version, entry.min_version, entry.credit) == (2, 2, 4), "the next one starts under what the round left"
+
+
 def test_the_ledger_is_taken_up_from_the_log():
     """A restart admits nothing twice and nobody's credit grows (case 21)."""
     a = admitter()

@@ -179,6 +179,17 @@ def test_huge_log_ratios_stay_finite():
     assert math.isfinite(value) and gradient.isfinite().all() and all(math.isfinite(x) for x in m.values())
 
 
+def test_lag_and_weight_by_position():
+    new, n = torch.zeros(6, dtype=torch.float64), 6
+    behaviour = -torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)  # log w = 0.5 at position 0, 1.0 at position 5
+    _, measures = step_loss(Tokens(new, behaviour, torch.ones(n), torch.zeros(n, dtype=torch.int64), 1,
+                                   position=torch.tensor([0, 1, 2, 5, 2**15 - 1, 2**20]), lag=torch.tensor([3, 2, 1, 1, 0, 7])), ReinforceLoss())
+    s = summary(dict(zip(MEASURES, measures.tolist(), strict=True)), 1)
+    assert {k: v for k, v in s.items() if k.startswith("lag/at")} == {"lag/at_0": 3, "lag/at_1": 1.5, "lag/at_3": 1, "lag/at_32767": 3.5}
+    assert (s["is_ratio/at_0"], s["is_ratio/at_1"], s["is_ratio/at_3"]) == pytest.approx((math.exp(0.5), 1, math.e))
+    assert s["ess/at_1"] == pytest.approx(1)
+
+
 def test_what_was_not_measured_is_left_out():
     sums = dict.fromkeys(MEASURES, 0.0) | {"tokens": 2.0, "w": 2.0, "w2": 2.0}
     assert not {"kl/ref", "mismatch/kl", "mismatch/abs_mean"} & summary(sums, 1).keys()

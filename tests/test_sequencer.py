@@ -70,6 +70,49 @@ def test_no_further_ahead_than_pipeline_depth():
     assert [m.step for m in log.commit()] == [4]
 
 
+CONVENTIONAL = {"run.mode": "conventional", "training.max_lag": 1}  # rounds of G = 2 steps of 8
+
+
+def test_conventional_steps_wait_for_the_whole_round():
+    log = Log(sequencer(**CONVENTIONAL))
+    log.admit(*range(4))
+    for g in range(3):
+        log.group(g)
+    assert not log.commit(), "a step's samples are there, but generation goes on"
+    log.group(3)
+    assert [m.step for m in log.commit()] == [1, 2]
+    assert [m.lag_max for m in log.manifests] == [0, 1]
+    log.s.step(step(1)), log.s.step(step(2))
+    for g in range(4, 7):
+        log.group(g, version=2)
+    assert not log.commit(), "the next round is not whole"
+    log.group(7, version=2)
+    assert [m.step for m in log.commit()] == [3, 4]
+
+
+def test_a_conventional_round_ends_with_what_is_left():
+    """Prompts with group sizes of their own: nothing more is admitted while a round is in training, so that nothing can be waited for."""
+    log = Log(sequencer(**CONVENTIONAL))
+    for g, size in enumerate((6, 6, 4)):
+        log.admit(g, samples=size)
+        log.group(g, rewards=(1.0,) + (0.0,) * (size - 1))
+    assert [m.sequences for m in log.commit()] == [12, 4]
+    log = Log(sequencer(**CONVENTIONAL))
+    log.admit(0, samples=12)
+    log.group(0, rewards=(1.0,) + (0.0,) * 11)
+    assert [m.sequences for m in log.commit()] == [12], "another group of 12 would not fit into the credit of 16"
+
+
+def test_the_end_of_the_prompts_does_not_wait_for_a_whole_round():
+    log = Log(sequencer(**CONVENTIONAL))
+    log.admit(0, 1)
+    log.s.closed = True
+    log.group(0)
+    assert not log.commit()
+    log.group(1)
+    assert [(m.kind, m.step) for m in log.commit()] == [("step", 1), ("end", 1)]
+
+
 def test_lag_is_bounded_and_the_stale_say_so():
     log = Log(sequencer())
     log.group(0, version=0), log.group(1, version=1), log.group(2, version=1)

@@ -328,6 +328,18 @@ def test_the_end_of_the_prompts_ends_the_run(stack, model, run):
                                                       "late": 0, "aborted": 0, "dead": 0, "buffered": 0, "in_flight": 0, "duplicates": 0}
 
 
+def test_the_conventional_mode_takes_turns(stack, model, run):
+    """The baseline: rounds of G = max_lag + 1 steps, all of a round's samples under the version it began with."""
+    s = settings(stack, model, "turns", **{"run.mode": "conventional", "run.max_steps": 4, "training.max_lag": 1, "training.ranks": 1})
+    summary = Run(s).go(lambda s: load_prompts(s, "demo", size=400))
+    assert summary["steps"] == 4 and summary["accounting_adds_up"] and summary["accounting"]["stale_dropped"] == 0
+    assert summary["rollouts_spanning_versions"] == summary["updates_seen_inside_a_sequence"] == 0
+    version = {(r.group_id, r.sample_index): r.policy_version_min for r in records(s, SCORED, Rollout)}
+    trained = [m for m in records(s, BATCHES, Manifest) if m.kind == "step"]
+    assert [{version[x["group_id"], x["sample_index"]] for x in m.samples} for m in trained] == [{0}, {0}, {2}, {2}]
+    assert [m.lag_max for m in trained] == [0, 1, 0, 1]
+
+
 def test_a_stop_ends_the_run(stack, model, run):
     s = settings(stack, model, "stopped", **{"training.ranks": 1, "reference.enabled": "false", "training.kl_coef": 0})
 
