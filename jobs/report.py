@@ -89,7 +89,7 @@ def plot(progress: Progress, path: Path, title: str) -> None:
         ("tokens/s", [("generation/tokens_per_s", "generated"), ("train/tokens_per_s", "trained, while training")]),
     ]
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), constrained_layout=True)
-    for axis, (label, lines) in zip(axes.flat, panels, strict=True):
+    for axis, (label, lines) in zip(axes.flat[:len(panels)], panels, strict=True):
         for name, legend in lines:
             points = [(s, progress.history[s][name]) for s in steps if name in progress.history[s]]
             if not points:
@@ -108,7 +108,7 @@ def plot(progress: Progress, path: Path, title: str) -> None:
     half = [progress.history[s] for s in steps[len(steps) // 2:]]
     by_position = [("token lag [steps]", [("lag", "mean")]),
                    ("importance weight", [("is_ratio", "mean weight"), ("ess", "effective sample size")])]
-    for axis, (label, lines) in zip(axes.flat[len(panels):], by_position, strict=True):
+    for axis, (label, lines) in zip(axes.flat[len(panels):], by_position, strict=False):
         for family, legend in lines:
             found = {int(name.rsplit("_", 1)[1]) for row in half for name in row if name.startswith(f"{family}/at_")}
             y = {p: [row[f"{family}/at_{p}"] for row in half if f"{family}/at_{p}" in row] for p in sorted(found)}
@@ -119,6 +119,8 @@ def plot(progress: Progress, path: Path, title: str) -> None:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
+    for axis in axes.flat[len(panels) + len(by_position):]:
+        axis.set_axis_off()
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -159,10 +159,10 @@ class Run:
         s = self.settings
         spans = report.spans_of(_all_messages(s, SCORED))
         made = report.summary(self.progress, accounts, spans, wall_s, None)
-        title = f"run {s.run.id}: {made['steps']} steps, {made['samples_trained']} samples"
-        report.plot(self.progress, self.folder / "learning.png", title)
         path = self.folder / "summary.json"
         path.write_text(json.dumps(made, indent=1))
+        title = f"run {s.run.id}: {made['steps']} steps, {made['samples_trained']} samples"
+        report.plot(self.progress, self.folder / "learning.png", title)
         if s.mlflow.enabled:
             from mlflow.exceptions import MlflowException
 
