@@ -157,7 +157,7 @@ class Run:
 
     def _leave(self, accounts: Accounts, wall_s: float) -> dict:
         s = self.settings
-        spans = report.spans_of(_all_messages(s, SCORED))
+        spans = report.spans_of(every_message(s, SCORED))
         made = report.summary(self.progress, accounts, spans, wall_s, None)
         path = self.folder / "summary.json"
         path.write_text(json.dumps(made, indent=1))
@@ -174,7 +174,7 @@ class Run:
         return made
 
 
-def _all_messages(settings: Settings, name: str):
+def every_message(settings: Settings, name: str):
     """Every message of a topic up to now, by the fast client."""
     full = topic(settings.run.id, name)
     client = consumer(settings.kafka)

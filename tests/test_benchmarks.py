@@ -8,6 +8,7 @@ import pytest
 
 from tests.benchmarks.common import Measure, alternate, mean_interval, quantile, quantiles, ratio, report, student_t
 from tests.benchmarks.generation import occupancy
+from tests.benchmarks.time_to_reward import CONVENTIONAL, SIDES, Curve, compare, curve_of
 from tests.benchmarks.training import fill, log_uniform
 
 
@@ -89,3 +90,27 @@ def test_a_report_is_a_file_and_a_table(tmp_path, capsys):
     assert [m["reached"] for m in made["measures"]] == [False, True]
     assert list(tmp_path.iterdir()) == [path]
     assert "≥ 0.98" in (out := capsys.readouterr().out) and "≤ 50" in out
+
+
+def test_a_learning_curve():
+    rollouts = [(100.0 + i, 101.0 + i, i // 2, float(i >= 4)) for i in range(8)]
+    c = curve_of(list(reversed(rollouts)), [(110.0, 0.5, 0.9), (120.0, 1.5, 0.8)], batch=10, window=2)
+    assert c.reward == pytest.approx([0, 0, 0, 0.5, 1, 1, 1])
+    assert c.samples == [0, 10, 10, 20, 20, 30, 30] and c.seconds == [2, 3, 4, 5, 6, 7, 8]
+    assert (c.samples_per_s, c.lag, c.ess) == (1.0, [0.5, 1.5], [0.9, 0.8])
+    assert c.reach(0.5) == (20, 5) and c.reach(1.1) is None
+
+
+def test_no_ratio_against_a_side_that_collapsed():
+    def curve(speed, reward, samples, seconds):
+        return Curve([0.0, reward], [0.0, samples], [0.0, seconds], speed, [1.0], [0.9])
+
+    good = {name: [curve(20, 0.7, 1000, 50), curve(22, 0.7, 1200, 60)] for name in SIDES if name not in CONVENTIONAL}
+    curves = good | {name: [curve(10, 0.7, 900, 90), curve(10, 0.7, 900, 90)] for name in CONVENTIONAL}
+    curves[CONVENTIONAL[-1]] = [curve(10, 0.7, 500, 10), curve(10, 0.3, 500, 10)]  # best where it did not collapse
+    value, measures = compare(curves)
+    assert value.value == pytest.approx((2 * 2.2) ** 0.5)
+    ratios = [m for m in measures if "÷" in m.name]
+    assert len(ratios) == 4 and not any(CONVENTIONAL[-1] in m.name for m in ratios)
+    assert next(m for m in ratios if "seconds" in m.name).value < 1
+    assert [m.value for m in measures if m.name == f"{CONVENTIONAL[-1]}: seeds that reached 0.6"] == [1]
