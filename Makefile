@@ -6,7 +6,7 @@ UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 STAMP := .venv/synced-$(ACCELERATOR)
 BIN := .venv/bin
 
-.PHONY: demo test bench lint docs package env clean
+.PHONY: demo test bench chaos lint docs package env clean
 
 demo: $(STAMP)  ## a model learns through the whole pipeline, on this machine
 	$(BIN)/pipelinerl demo $(if $(MODEL),--model $(MODEL)) $(if $(SEED),--seed $(SEED))
@@ -16,6 +16,9 @@ test: $(STAMP)  ## all tests, on real components
 
 bench: $(STAMP)  ## all benchmarks, or BENCH=name
 	$(BIN)/python -m tests.benchmarks $(BENCH)
+
+chaos: $(STAMP)  ## kill every process of a running pipeline, ROUNDS times each (20), and ask the log; hours
+	$(BIN)/python -m tests.chaos $(if $(ROUNDS),--rounds $(ROUNDS))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

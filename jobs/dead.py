@@ -10,10 +10,10 @@ from operators.log import Writer, read
 from schemas.record import BadRecord, decode, name_of, rows_of
 from schemas.records import Dead
 from schemas.settings import KafkaSettings
-from schemas.topics import ACKS, CONTROL, DEAD, PROMPTS, ROLLOUTS, SCORED, topic
+from schemas.topics import ACKS, CONTROL, DEAD, PROMPTS, ROLLOUTS, topic
 
 #: Topics that any writer may add to. The others have one owner, whom a second writer would contradict.
-OPEN = (PROMPTS, ROLLOUTS, SCORED, CONTROL, ACKS)
+OPEN = (PROMPTS, ROLLOUTS, CONTROL, ACKS)
 
 
 class BadLetter(ValueError):

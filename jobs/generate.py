@@ -14,9 +14,10 @@ if __package__ in (None, ""):  # run as a file: `flink run -py jobs/generate.py`
 from pyflink.common import Types
 from pyflink.datastream import StreamExecutionEnvironment
 
-from jobs.streams import keyed_bytes, run_job, sink, source
+from jobs.streams import gated, keyed_bytes, run_job, sink
 from operators.admission import AdmissionFunction
 from operators.generation import generation
+from schemas.records import Control, Outcome
 from schemas.settings import Settings
 from schemas.topics import CONTROL, OUTCOMES, ROLLOUTS
 
@@ -24,7 +25,7 @@ from schemas.topics import CONTROL, OUTCOMES, ROLLOUTS
 def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
     env.enable_checkpointing(int(settings.flink.checkpoint_interval_s * 1000))
     dispatched = (
-        source(env, settings, OUTCOMES, CONTROL)
+        gated(env, settings, "admission", OUTCOMES, Outcome).union(gated(env, settings, "admission", CONTROL, Control))
         .key_by(lambda _: 0, Types.INT())
         .process(AdmissionFunction(settings), output_type=Types.ROW([Types.INT(), Types.PRIMITIVE_ARRAY(Types.BYTE())]))
         .name("admission").uid("admission")

@@ -13,18 +13,34 @@ if __package__ in (None, ""):  # run as a file: `flink run -py jobs/preprocess.p
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import zlib
+from datetime import datetime, timedelta
 
 from pyflink.common import Row, Types
 from pyflink.datastream import StreamExecutionEnvironment
 
-from jobs.streams import keyed_bytes, run_job, sink, source
+from jobs.streams import gated, keyed_bytes, run_job, sink, source
+from operators.admission import Admitter
+from operators.log import read as log_read
 from operators.offload import slot_keys
 from operators.reward import reward
 from operators.sequencer import SequencerFunction
-from schemas.record import read
-from schemas.records import Rollout
-from schemas.settings import Settings
-from schemas.topics import ADMISSIONS, CONTROL, ROLLOUTS, SCORED, STEPS
+from schemas.record import read, rows_of
+from schemas.records import Admission, Control, Outcome, Rollout, Step
+from schemas.settings import KafkaSettings, Settings
+from schemas.topics import ADMISSIONS, CONTROL, OUTCOMES, ROLLOUTS, SCORED, STEPS, topic
+
+CLOCKS = timedelta(minutes=1)  # by which the clocks of machines may differ
+
+
+def unresolved_since(kafka: KafkaSettings, run_id: str) -> datetime | None:
+    """When the oldest group was admitted that has no outcome for some sample: no rollout before that is of use to anybody. None if nothing
+    was admitted yet."""
+    admissions = list(rows_of(Admission, (m.value for m in log_read(kafka, topic(run_id, ADMISSIONS)))))
+    if not admissions:
+        return None
+    ledger = Admitter(run_id, batch=1, max_lag=0, group_size=1)
+    opened = ledger.adopt(admissions, rows_of(Outcome, (m.value for m in log_read(kafka, topic(run_id, OUTCOMES)))))
+    return min((a.admitted_at for a in opened), default=admissions[-1].admitted_at) - CLOCKS
 
 
 def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
@@ -32,7 +48,7 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
     octets = Types.PRIMITIVE_ARRAY(Types.BYTE())
     reward_slots, reference_slots = slot_keys(max(4, settings.reward.parallelism)), slot_keys(max(4, settings.reference.parallelism))
     scored = (
-        source(env, settings, ROLLOUTS)
+        source(env, settings, ROLLOUTS, unresolved_since(settings.kafka, settings.run.id))
         .key_by(lambda value: reward_slots[zlib.crc32(value) % len(reward_slots)], Types.INT())
         .process(reward(settings), output_type=octets)
         .name("reward").uid("reward").set_parallelism(settings.reward.parallelism)
@@ -46,8 +62,9 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
             .name("reference").uid("reference").set_parallelism(settings.reference.parallelism)
         )
     sink(scored.map(_with_key, output_type=keyed_bytes()).name("key").uid("key"), settings, SCORED)
+    ledgers = [gated(env, settings, "sequencer", name, cls) for name, cls in ((ADMISSIONS, Admission), (STEPS, Step), (CONTROL, Control))]
     (
-        scored.union(source(env, settings, ADMISSIONS, STEPS, CONTROL))
+        scored.union(*ledgers)
         .key_by(lambda _: 0, Types.INT())
         .process(SequencerFunction(settings), output_type=octets)
         .name("sequencer").uid("sequencer").set_parallelism(1).set_max_parallelism(1)

@@ -54,6 +54,7 @@ class Run:
     """One run against a broker and a Flink cluster that are up."""
 
     STALL_S = 1800.0  # no record on any watched topic for so long fails the run
+    CLUSTER_AWAY_S = 120.0  # how long the cluster may not answer
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -61,6 +62,7 @@ class Run:
         self.progress = Progress(max_steps=settings.run.max_steps)
         self.jobs: dict[str, str] = {}
         self._stop = threading.Event()
+        self._away_since: float | None = None  # since when the cluster does not answer
 
     def go(self, load_prompts=None, end_of_prompts: bool = True) -> dict:
         """Load the prompts by `load_prompts(settings)` if given, run to the end, return the summary. Raises RunFailed."""
@@ -124,20 +126,33 @@ class Run:
                     say(s, "stop", "asked for by a signal")
                 if time.monotonic() - checked > 2.0:
                     checked = time.monotonic()
-                    self._check_jobs()
+                    self._check_jobs(display)
                 if time.monotonic() - self.progress.last_event > self.STALL_S:
                     raise RunFailed(f"nothing has happened for {self.STALL_S:.0f} s; the run waits for {self.progress.waits_for()}. "
                                     f"Look at the logs in {s.stack.dir / 'logs'}")
         finally:
             client.close()
 
-    def _check_jobs(self) -> None:
-        from deploy import flink
+    def _check_jobs(self, display: Display) -> None:
+        """A job that failed for good fails the run; one that went with its job manager is submitted again: the log has its state."""
+        from deploy import flink, rest
 
-        for name, job in self.jobs.items():
-            state = flink.job_state(job, self.settings)
-            if state in flink.ENDED:
-                raise RunFailed(f"job {name} is {state}: {flink.exceptions(job, self.settings) or 'no cause is known'}")
+        try:
+            states = {name: flink.job_state(job, self.settings) for name, job in self.jobs.items()}
+            for name in [n for n, state in states.items() if state == "LOST"]:
+                self.jobs[name] = flink.submit(name, self.settings)
+                display.say(f"job {name} was gone with its job manager; submitted again: {self.jobs[name]}")
+        except (rest.Unreachable, flink.SubmitFailed) as e:
+            if self._away_since is None:
+                self._away_since = time.monotonic()
+                display.say(f"the Flink cluster is away, waiting for it: {e}")
+            if time.monotonic() - self._away_since > self.CLUSTER_AWAY_S:
+                raise RunFailed(f"the Flink cluster has been away for {self.CLUSTER_AWAY_S:.0f} s: {e}") from e
+            return
+        self._away_since = None
+        for name, state in states.items():
+            if state in flink.ENDED and state != "LOST":
+                raise RunFailed(f"job {name} is {state}: {flink.exceptions(self.jobs[name], self.settings) or 'no cause is known'}")
 
     def _settle(self, display: Display, deadline_s: float = 60.0) -> Accounts:
         """Every sample gets its outcome, and the model is written; both follow the end within moments."""

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from pyflink.common import Configuration, Row, Types, WatermarkStrategy
 from pyflink.common.serialization import ByteArraySchema, RowFieldExtractorSchema
 from pyflink.datastream import DataStream, StreamExecutionEnvironment
 from pyflink.datastream.connectors.base import DeliveryGuarantee
 from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaRecordSerializationSchema, KafkaSink, KafkaSource
+from pyflink.datastream.functions import FlatMapFunction
 
+from operators.dead import DeadLetters
 from operators.log import Writer, ensure_topics
-from schemas.record import encode
+from schemas.record import BadRecord, encode, name_of, read
 from schemas.records import Control, now
 from schemas.settings import KafkaSettings, Settings, load
 from schemas.topics import CONTROL, topic
@@ -75,18 +79,59 @@ def _client_properties(kafka: KafkaSettings) -> dict[str, str]:
     return props
 
 
-def source(env: StreamExecutionEnvironment, settings: Settings, *names: str) -> DataStream:
-    """The committed messages of some of the run's topics, from their beginning, as bytes."""
+def source(env: StreamExecutionEnvironment, settings: Settings, name: str, since: datetime | None = None) -> DataStream:
+    """The committed messages of one of the run's topics as bytes, from its beginning or those written since."""
     run = settings.run.id
+    start = KafkaOffsetsInitializer.earliest() if since is None else KafkaOffsetsInitializer.timestamp(int(since.timestamp() * 1000))
     builder = (KafkaSource.builder().set_bootstrap_servers(settings.kafka.bootstrap)
-               .set_topics(*(topic(run, n) for n in names)).set_group_id(f"{run}.flink")
-               .set_starting_offsets(KafkaOffsetsInitializer.earliest()).set_value_only_deserializer(ByteArraySchema())
+               .set_topics(topic(run, name)).set_group_id(f"{run}.flink")
+               .set_starting_offsets(start).set_value_only_deserializer(ByteArraySchema())
                .set_property("isolation.level", "read_committed").set_property("commit.offsets.on.checkpoint", "false"))
     for key, value in _client_properties(settings.kafka).items():
         builder.set_property(key, value)
-    label = "+".join(names)
-    return env.from_source(builder.build(), WatermarkStrategy.no_watermarks(), label,
-                           type_info=Types.PRIMITIVE_ARRAY(Types.BYTE())).uid(label)
+    return env.from_source(builder.build(), WatermarkStrategy.no_watermarks(), name,
+                           type_info=Types.PRIMITIVE_ARRAY(Types.BYTE())).uid(name)
+
+
+class Gate(FlatMapFunction):
+    """Lets the messages through that are of one of a topic's records; what else lies there becomes a dead letter that names the topic.
+
+    For streams that are joined with others, behind which nobody knows any more where a message came from.
+    """
+
+    def __init__(self, settings: Settings, stage: str, name: str, *records: type):
+        self.settings, self.name, self._stage, self._records = settings, name, stage, records
+
+    def open(self, context) -> None:
+        s = self.settings
+        self._dead = DeadLetters(s.kafka, s.run.id, self._stage, topic(s.run.id, self.name))
+
+    def flat_map(self, value: bytes) -> Iterator[bytes]:
+        value = bytes(value)
+        try:
+            kind = name_of(value)
+            for cls in self._records:
+                if kind == cls.record_name:
+                    read(cls, value)
+                    yield from self.passed(value, cls)
+                    return
+            raise BadRecord(f"expected a record {' or '.join(c.record_name for c in self._records)}, found {kind!r}")
+        except BadRecord as e:
+            self._dead(str(e), value)
+
+    def passed(self, value: bytes, cls: type) -> Iterator[Any]:
+        """What becomes of a message of record `cls`."""
+        yield value
+
+
+def gated(env: StreamExecutionEnvironment, settings: Settings, stage: str, name: str, *records: type) -> DataStream:
+    """`source`, with only messages of these records."""
+    return through(source(env, settings, name), Gate(settings, stage, name, *records), Types.PRIMITIVE_ARRAY(Types.BYTE()))
+
+
+def through(stream: DataStream, gate: Gate, output_type) -> DataStream:
+    label = f"{gate.name}-gate"
+    return stream.flat_map(gate, output_type=output_type).name(label).uid(label)
 
 
 def sink(stream: DataStream, settings: Settings, name: str) -> None:

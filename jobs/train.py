@@ -14,51 +14,38 @@ if __package__ in (None, ""):  # run as a file: `flink run -py jobs/train.py`
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from collections.abc import Iterator
 from functools import partial
 
 from pyflink.common import Row, Types
 from pyflink.datastream import StreamExecutionEnvironment
-from pyflink.datastream.functions import FlatMapFunction
 
-from jobs.streams import run_job, source
-from operators.dead import DeadLetters
+from jobs.streams import Gate, run_job, source, through
 from operators.tracking import RunListener
 from operators.training import RankFunction
-from schemas.record import BadRecord, decode, name_of, read
+from schemas.record import decode, read
 from schemas.records import Control, Manifest, Sequence
 from schemas.settings import Settings
-from schemas.topics import BATCHES, CONTROL, topic
+from schemas.topics import BATCHES, CONTROL
 
 
-class Route(FlatMapFunction):
+class Route(Gate):
     """Message to Row(rank, message) for each rank that needs it."""
 
-    def __init__(self, settings: Settings):
-        self.settings = settings
-
-    def open(self, context) -> None:
-        s = self.settings
-        self._dead = DeadLetters(s.kafka, s.run.id, "training", topic(s.run.id, BATCHES))
-
-    def flat_map(self, value: bytes):
-        value, ranks = bytes(value), range(self.settings.training.ranks)
-        try:
-            kind = name_of(value)
-            if kind == Sequence.record_name:
-                yield Row(read(Sequence, value).column("micro_batch")[0].as_py() % len(ranks), value)
-            elif kind == Manifest.record_name or (kind == Control.record_name and decode(Control, value)[0].kind == "start"):
-                for rank in ranks:
-                    yield Row(rank, value)
-            elif kind != Control.record_name:
-                raise BadRecord(f"expected a micro-batch, a manifest or a control record, found {kind!r}")
-        except BadRecord as e:
-            self._dead(str(e), value)
+    def passed(self, value: bytes, cls: type) -> Iterator[Row]:
+        ranks = range(self.settings.training.ranks)
+        if cls is Sequence:
+            yield Row(read(Sequence, value, checked=True).column("micro_batch")[0].as_py() % len(ranks), value)
+        elif cls is Manifest or decode(Control, value)[0].kind == "start":
+            for rank in ranks:
+                yield Row(rank, value)
 
 
 def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
     octets = Types.PRIMITIVE_ARRAY(Types.BYTE())
-    routed = source(env, settings, BATCHES, CONTROL).flat_map(Route(settings), output_type=Types.ROW([Types.INT(), octets])).name("route")
-    ranked = routed.partition_custom(lambda key, _: key, lambda row: row[0])
+    batches, control = (through(source(env, settings, name), Route(settings, "training", name, *records), Types.ROW([Types.INT(), octets]))
+                        for name, records in ((BATCHES, (Sequence, Manifest)), (CONTROL, (Control,))))
+    ranked = batches.union(control).partition_custom(lambda key, _: key, lambda row: row[0])
     trained = ranked.process(RankFunction(settings, partial(RunListener, settings)), output_type=octets)
     trained.name("training").uid("training").set_parallelism(settings.training.ranks)
 

@@ -150,7 +150,7 @@ class Slots:
 
 
 class AdmissionFunction(KeyedProcessFunction):
-    """Outcomes and control in (key 0); Row(slot, dispatch) out, one a sample."""
+    """Outcomes and control in (key 0), nothing else: a gate has seen to it; Row(slot, dispatch) out, one a sample."""
 
     LOOK_MS = 50  # how often it looks for new prompts while there is credit
 
@@ -158,7 +158,7 @@ class AdmissionFunction(KeyedProcessFunction):
         self.settings = settings
 
     def open(self, context: RuntimeContext) -> None:
-        die_with_parent()
+        die_with_parent(silence_s=self.settings.flink.silence_timeout_s)
         self._dispatched = context.get_state(ValueStateDescriptor("dispatched", Types.LONG()))
         self._admitter: Admitter | None = None
         self._timers: set[int] = set()  # registered and not yet due
@@ -170,21 +170,15 @@ class AdmissionFunction(KeyedProcessFunction):
         if self._admitter is None:
             yield from self._start()
         value = bytes(value)
-        try:
-            kind = name_of(value)
-            if kind == Outcome.record_name:
-                for o in decode(Outcome, value):
-                    self._admitter.resolve(o)
-                    if o.group_id not in self._admitter.unresolved:
-                        self._slots.release(o.group_id)
-            elif kind == Control.record_name:
-                for c in decode(Control, value):
-                    self._admitter.stopping |= c.kind == "stop"
-                    self._ending |= c.kind == "end_of_prompts"
-            else:
-                raise BadRecord(f"expected an outcome or control record, found {kind!r}")
-        except BadRecord as e:
-            self._dead_outcome(str(e), value)
+        if name_of(value) == Outcome.record_name:
+            for o in decode(Outcome, value):
+                self._admitter.resolve(o)
+                if o.group_id not in self._admitter.unresolved:
+                    self._slots.release(o.group_id)
+        else:
+            for c in decode(Control, value):
+                self._admitter.stopping |= c.kind == "stop"
+                self._ending |= c.kind == "end_of_prompts"
         yield from self._admit()
         self._arm(ctx)
 
@@ -215,7 +209,6 @@ class AdmissionFunction(KeyedProcessFunction):
         s, run = self.settings, self.settings.run.id
         self._topic, self._ledger = topic(run, PROMPTS), topic(run, ADMISSIONS)
         self._dead = DeadLetters(s.kafka, run, "admission", self._topic)
-        self._dead_outcome = DeadLetters(s.kafka, run, "admission", topic(run, OUTCOMES))
         self._log = OwnedLog(s.kafka, f"{run}.admission")
         self._admitter = Admitter(run, s.training.batch, s.training.max_lag, s.grouping.group_size,
                                   conventional=s.run.mode == "conventional")

@@ -35,10 +35,7 @@ from schemas.settings import Settings
 from schemas.topics import ACKS, WEIGHTS, topic
 
 POLL_MS = 100
-SILENCE_S = 300.0  # an engine says its measures every few seconds; one that says nothing this long hangs
 GAUGES = ("in_flight", "waiting", "held_version", "generated_tokens")
-
-log = logging.getLogger(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +66,9 @@ class EngineService:
     """
 
     def __init__(self, start: Start, say: Callable[[bytes], None], *, max_restarts: int, restart_window_s: float, start_timeout_s: float,
-                 clock: Callable[[], float] = time.monotonic):
+                 silence_s: float = 300.0, clock: Callable[[], float] = time.monotonic):
         self._start_child, self._say, self._clock = start, say, clock
-        self._max_restarts, self._window, self._start_timeout = max_restarts, restart_window_s, start_timeout_s
+        self._max_restarts, self._window, self._start_timeout, self._silence = max_restarts, restart_window_s, start_timeout_s, silence_s
         self._lock = threading.RLock()
         self._open: dict[str, tuple[bytes, int]] = {}  # ident -> record, attempt
         self._done: collections.deque[tuple[str, list]] = collections.deque()
@@ -108,9 +105,9 @@ class EngineService:
                 self._failure = f"the engine {what} within {self._start_timeout:g} s (generation.start_timeout_s){why}"
             if self._failure is not None:
                 raise GenerationFailed(self._failure)
-            if self._ready and self._clock() - self._heard_at > SILENCE_S:
+            if self._ready and self._clock() - self._heard_at > self._silence:  # it says its measures every few seconds
                 self._heard_at = self._clock()
-                log.warning(f"generation: the engine has said nothing for {SILENCE_S:g} s and is killed")
+                log.warning(f"generation: the engine has said nothing for {self._silence:g} s and is killed")
                 self._child.kill()
 
     def close(self) -> None:
@@ -294,7 +291,8 @@ class AckWriter:
 
 def generation(settings: Settings) -> Offload:
     """The operator. Takes rows (slot key, dispatch), keyed by the slot; gives rows (group id, rollout) as bytes."""
-    return Offload(functools.partial(make_service, settings), tick_ms=settings.flink.tick_ms, value_of=_dispatch, name="generate")
+    return Offload(functools.partial(make_service, settings), tick_ms=settings.flink.tick_ms, value_of=_dispatch, name="generate",
+                   silence_s=settings.flink.silence_timeout_s)
 
 
 def _dispatch(row: Row) -> bytes:
@@ -307,7 +305,7 @@ def make_service(settings: Settings, runtime: Runtime) -> EngineService:
     start = functools.partial(start_engine, settings, f"generator-{runtime.subtask}", runtime.subtask, runtime.attempt)
     acks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     service = EngineService(start, acks.put, max_restarts=g.max_restarts, restart_window_s=g.restart_window_s,
-                            start_timeout_s=g.start_timeout_s)
+                            start_timeout_s=g.start_timeout_s, silence_s=settings.flink.silence_timeout_s)
     service.on_close(AckWriter(settings, acks, service).close)
     service.on_close(WeightsListener(settings, service).close)
     for name in GAUGES:

@@ -224,6 +224,12 @@ class Grouper:
                 del self.ready[group.admission]
                 self._settle(group)
 
+    def drop_buffered(self, cause: str) -> None:
+        """Every row that waits becomes stale; what of its group is still to come makes a smaller group."""
+        for group in list(self.open.values()):
+            for i in list(group.rows):
+                self.decide(group, i, "stale", cause)
+
     def tick(self, at: float) -> None:
         """Deadlines: a group does not wait for ever for its last samples (case 27)."""
         s = self.settings

@@ -63,15 +63,16 @@ class Offload(KeyedProcessFunction):
     `make(runtime)` makes the service in the worker; `value_of(element)` are the record's bytes; `tick_ms` is how often answers are
     looked for, up to four times as long while there are none. An element's outputs are yielded exactly once an incarnation; after a
     restore a record can be answered again. An element without bytes only wakes the subtask: Flink opens a Python function at its first
-    element, and a service may need long to start. `name` and the subtask name the worker's process.
+    element, and a service may need long to start. `name` and the subtask name the worker's process;
+    `silence_s` is for `operators.lifeline`.
     """
 
     def __init__(self, make: Callable[[Runtime], Service], *, tick_ms: int = 20, value_of: Callable[[Any], bytes] = bytes,
-                 name: str | None = None):
-        self._make, self._tick_ms, self._value_of, self._name = make, tick_ms, value_of, name
+                 name: str | None = None, silence_s: float = 300.0):
+        self._make, self._tick_ms, self._value_of, self._name, self._silence_s = make, tick_ms, value_of, name, silence_s
 
     def open(self, context: RuntimeContext) -> None:
-        die_with_parent(self._name and f"{self._name}-{context.get_index_of_this_subtask()}")
+        die_with_parent(self._name and f"{self._name}-{context.get_index_of_this_subtask()}", self._silence_s)
         # A type as a module global, or made before the job is shipped, cannot be pickled.
         self._pending = context.get_map_state(MapStateDescriptor("pending", Types.STRING(), Types.PRIMITIVE_ARRAY(Types.BYTE())))
         self._incarnation = uuid.uuid4().hex[:12]

@@ -2,7 +2,8 @@
 
 Promises: every record comes out once, with `ref_logprobs` at each row's temperature and the model's name, or goes to the dead letters
 with its cause; the model lives in a child process, is loaded once, and scores what is waiting together. A child that dies is replaced and
-gets every open record again; more than `MAX_RESTARTS` deaths within `RESTART_WINDOW_S` make the job fail with the cause.
+gets every open record again, and one that is silent while records wait is killed; more than `MAX_RESTARTS` deaths within
+`RESTART_WINDOW_S` make the job fail with the cause.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class ReferenceService:
     `start(on_frame, on_death)` makes a running child (`send`, `close`); `dead(cause, record)` takes what cannot be scored.
     """
 
-    def __init__(self, start: Callable[..., Any], dead: Callable[[str, bytes], None], *, clock: Callable[[], float] = time.monotonic):
-        self._start_child, self._dead, self._clock = start, dead, clock
+    def __init__(self, start: Callable[..., Any], dead: Callable[[str, bytes], None], *, silence_s: float = 300.0,
+                 clock: Callable[[], float] = time.monotonic):
+        self._start_child, self._dead, self._silence, self._clock = start, dead, silence_s, clock
         self._lock = threading.RLock()
         self._open: dict[str, bytes] = {}
         self._done: collections.deque[tuple[str, list[bytes]]] = collections.deque()
@@ -55,6 +57,8 @@ class ReferenceService:
 
     def submit(self, ident: str, record: bytes, attempt: int) -> None:
         with self._lock:
+            if not self._open:
+                self._heard_at = self._clock()
             self._open[ident] = record
             self._send(ident, record)
 
@@ -71,6 +75,10 @@ class ReferenceService:
                 self._failure = self._failure or f"the reference model is not loaded after {LOAD_TIMEOUT_S:g} s"
             if self._failure is not None:
                 raise ReferenceFailed(self._failure)
+            if self._loading_since is None and self._open and self._clock() - self._heard_at > self._silence:
+                self._heard_at = self._clock()
+                log.warning(f"reference: nothing for {self._silence:g} s while {len(self._open)} records wait: the process is killed")
+                self._child.kill()
 
     def close(self) -> None:
         with self._lock:
@@ -79,6 +87,7 @@ class ReferenceService:
 
     def _on_frame(self, kind: int, payload: bytes) -> None:
         with self._lock:
+            self._heard_at = self._clock()
             if kind == READY:
                 self._loading_since = None
                 log.info(f"reference model {payload.decode()} is loaded")
@@ -109,6 +118,7 @@ class ReferenceService:
 
     def _spawn(self) -> None:
         self._loading_since: float | None = self._clock()
+        self._heard_at = self._clock()
         self._child = self._start_child(self._on_frame, self._on_death)
         for ident, record in self._open.items():
             self._send(ident, record)
@@ -146,8 +156,9 @@ def reference(settings: Settings):
 
     def make(runtime) -> ReferenceService:
         dead = DeadLetters(settings.kafka, settings.run.id, "reference", topic(settings.run.id, ROLLOUTS))
-        service = ReferenceService(lambda on_frame, on_death: start_child(settings, on_frame, on_death), dead)
+        service = ReferenceService(lambda on_frame, on_death: start_child(settings, on_frame, on_death), dead,
+                                   silence_s=settings.flink.silence_timeout_s)
         runtime.gauge("reference_in_flight", lambda: service.depth)
         return service
 
-    return Offload(make, tick_ms=settings.flink.tick_ms, name="preprocess")
+    return Offload(make, tick_ms=settings.flink.tick_ms, name="preprocess", silence_s=settings.flink.silence_timeout_s)

@@ -350,4 +350,4 @@ def reward(settings: Settings, modules: Sequence[str] = ()):
             runtime.gauge(f"reward_{status}", lambda status=status: service.counts[status])
         return service
 
-    return Offload(make, tick_ms=settings.flink.tick_ms, name="preprocess")
+    return Offload(make, tick_ms=settings.flink.tick_ms, name="preprocess", silence_s=settings.flink.silence_timeout_s)

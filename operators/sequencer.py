@@ -9,6 +9,7 @@ before and adopts every manifest and outcome in the log: the log decides, Flink'
 from __future__ import annotations
 
 import collections
+import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -29,7 +30,9 @@ from operators.packing import micro_batch, pack
 from schemas.record import BadRecord, decode, encode, encode_batch, name_of, read
 from schemas.records import Admission, Control, Manifest, Outcome, Rollout, Step, now
 from schemas.settings import Settings
-from schemas.topics import ADMISSIONS, BATCHES, CONTROL, OUTCOMES, SCORED, STEPS, topic
+from schemas.topics import ADMISSIONS, BATCHES, CONTROL, OUTCOMES, ROLLOUTS, STEPS, topic
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class Sequencer:
         self.stopping: str | None = None  # why no further step is formed
         self.ended = False  # the end manifest is in the log
         self.tally = Tally()
+        self._low_steps = 0  # in a row, with an effective sample size below the floor
         self._admission_of: dict[str, int] = {}
         self._last_manifest_at: float | None = None
 
@@ -136,7 +140,21 @@ class Sequencer:
         return row.key, kept, cause if kept and outcome == "dead" else None
 
     def step(self, s: Step) -> None:
-        self.trained = max(self.trained, s.step)
+        if s.step <= self.trained:
+            return  # a step on record again
+        self.trained = s.step
+        t = self.settings.training
+        if t.ess_floor is None or (ess := dict(s.metrics).get("ess/raw")) is None:
+            return
+        self._low_steps = self._low_steps + 1 if ess < t.ess_floor else 0
+        if self._low_steps >= t.ess_floor_steps:
+            self._low_steps = 0
+            cause = (f"effective sample size below training.ess_floor = {t.ess_floor:g} for {t.ess_floor_steps} steps, {ess:.3f} in step "
+                     f"{s.step}: the samples are too far from the policy")
+            log.warning(f"sequencer: {cause}")
+            if t.ess_floor_action == "drop":
+                log.warning(f"sequencer: {self.grouper.buffered} buffered samples are dropped")
+                self.grouper.drop_buffered(cause)
 
     def stop(self, cause: str) -> None:
         if not self.stopping:
@@ -264,7 +282,8 @@ class Sequencer:
 
 
 class SequencerFunction(KeyedProcessFunction):
-    """Scored rollouts, admissions, steps and control in (key 0); nothing out: what it says it writes to its own logs."""
+    """Scored rollouts, admissions, steps and control in (key 0), nothing else: gates have seen to it; nothing out: what it says it writes
+    to its own logs."""
 
     FLUSH_MS = 50  # decisions are written together; a credit waits no longer than this
 
@@ -272,7 +291,7 @@ class SequencerFunction(KeyedProcessFunction):
         self.settings = settings
 
     def open(self, context: RuntimeContext) -> None:
-        die_with_parent()
+        die_with_parent(silence_s=self.settings.flink.silence_timeout_s)
         self._rows = context.get_map_state(MapStateDescriptor("rows", Types.STRING(), Types.PRIMITIVE_ARRAY(Types.BYTE())))
         self._sequencer: Sequencer | None = None
         self._log: OwnedLog | None = None
@@ -297,12 +316,10 @@ class SequencerFunction(KeyedProcessFunction):
             elif kind == Step.record_name:
                 for s in decode(Step, value):
                     self._sequencer.step(s)
-            elif kind == Control.record_name:
+            else:
                 for c in decode(Control, value):
                     if c.kind == "stop":
                         self._sequencer.stop(c.reason or "stop was asked for")
-            else:
-                raise BadRecord(f"expected a rollout, admission, step or control record, found {kind!r}")
         except BadRecord as e:
             self._dead(str(e), value)
         self._commit()
@@ -325,7 +342,7 @@ class SequencerFunction(KeyedProcessFunction):
         if self._sequencer is not None:
             return
         s, run, at = self.settings, self.settings.run.id, time.time()
-        self._dead = DeadLetters(s.kafka, run, "sequencer", topic(run, SCORED))
+        self._dead = DeadLetters(s.kafka, run, "sequencer", topic(run, ROLLOUTS))
         self._log = OwnedLog(s.kafka, f"{run}.sequencer")
         sequencer = Sequencer(s)
         sequencer.adopt(*(list(self._log.rows(cls, topic(run, name))) for cls, name in (

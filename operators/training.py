@@ -176,7 +176,7 @@ class RankFunction(ProcessFunction):
 
     def open(self, runtime_context: RuntimeContext) -> None:
         self._index = runtime_context.get_index_of_this_subtask()
-        die_with_parent(f"rank-{self._index}")
+        die_with_parent(f"rank-{self._index}", self.settings.flink.silence_timeout_s)
         self._world = runtime_context.get_number_of_parallel_subtasks()
         self._rank: Rank | None = None
         self._log: OwnedLog | None = None

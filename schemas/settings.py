@@ -253,6 +253,12 @@ class TrainingSettings(Section):
     """Weigh the KL term by the truncated importance weight, since its samples come from the behaviour policy."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of an entropy bonus."""
+    ess_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Guard: an effective sample size (before the clip, share of the tokens) below it for `ess_floor_steps` steps in a row is warned of."""
+    ess_floor_steps: Positive = 3
+    """See ess_floor."""
+    ess_floor_action: Literal["warn", "drop"] = "warn"
+    """drop: what is buffered then becomes stale as well, so that training goes on with samples of the newest versions."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -294,6 +300,12 @@ class TrainingSettings(Section):
     @classmethod
     def _default_kind(cls, value):
         return {"kind": "reinforce", **value} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _guard(self):
+        if self.ess_floor is None and (self.ess_floor_steps, self.ess_floor_action) != (3, "warn"):
+            raise ValueError("ess_floor_steps and ess_floor_action do nothing without ess_floor")
+        return self
 
     @model_validator(mode="after")
     def _precision(self):
@@ -372,6 +384,8 @@ class FlinkSettings(Section):
     """Restarts of a job before it fails for good."""
     restart_delay_s: Seconds = 1
     """Pause before a restart."""
+    silence_timeout_s: Seconds = 300
+    """A Python worker, engine or reference process that gives no sign of life for so long (stopped, or hanging) is killed and replaced."""
     tick_ms: Positive = 20
     """How often an operator looks for answers of its child process."""
     bundle_size: Positive = 100

@@ -440,3 +440,16 @@ def test_a_worker_ends_with_its_task_manager():
         child = psutil.Process(int(said[0]))
         process.kill()
         until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the worker to end")
+
+
+def test_a_worker_that_is_stopped_is_killed():
+    """SIGSTOP: it is there, and would be waited for without end."""
+    worker = "import time; from operators.lifeline import die_with_parent; die_with_parent(silence_s=0.5); print('on', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", worker], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "on\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)  # it lives as long as it gives signs of life
+        (watchdog,) = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGSTOP)
+        assert process.wait(10) == -signal.SIGKILL
+        until(lambda: not watchdog.is_running() or watchdog.status() == psutil.STATUS_ZOMBIE, "the watchdog to end")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from operators import generation
 from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
-from operators.generation import SILENCE_S, EngineService, GenerationFailed, WeightsListener, engine_config, engine_env, start_engine
+from operators.generation import EngineService, GenerationFailed, WeightsListener, engine_config, engine_env, start_engine
 from operators.log import Message
 from operators.weights import publish
 from schemas.record import decode, encode
@@ -195,9 +195,9 @@ def test_an_engine_that_hangs_is_killed():
     o.service.offer(weights(0), 1.0)
     o.child.ready()
     o.child.ack(0)
-    o.time = SILENCE_S - 1
+    o.time = 300 - 1
     o.child.on_frame(STATS, b"{}")
-    o.time += SILENCE_S - 1
+    o.time += 300 - 1
     o.service.poll()
     assert not o.child.killed
     o.time += 2

@@ -135,7 +135,7 @@ class Harness:
 
 @pytest.fixture(autouse=True)
 def _no_lifeline(monkeypatch):
-    monkeypatch.setattr(offload, "die_with_parent", lambda name: None)
+    monkeypatch.setattr(offload, "die_with_parent", lambda name, silence_s: None)
 
 
 def test_an_answer_is_emitted_and_leaves_the_state_of_its_own_key():

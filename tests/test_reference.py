@@ -113,10 +113,13 @@ class FakeChild:
     """Remembers what it was sent; the test speaks for it."""
 
     def __init__(self, on_frame, on_death):
-        self.on_frame, self.on_death, self.sent, self.closed = on_frame, on_death, [], False
+        self.on_frame, self.on_death, self.sent, self.closed, self.killed = on_frame, on_death, [], False, False
 
     def send(self, kind, payload):
         self.sent.append(unpack_record(payload))
+
+    def kill(self):
+        self.killed = True
 
     def close(self):
         self.closed = True
@@ -188,6 +191,20 @@ def test_a_child_that_never_loads_is_an_error():
     bench.time = LOAD_TIMEOUT_S + 1
     with pytest.raises(ReferenceFailed, match="not loaded"):
         bench.service.poll()
+
+
+def test_a_child_that_is_silent_while_records_wait_is_killed():
+    bench = Bench()
+    bench.child.on_frame(READY, b"model")
+    bench.time = 10_000  # nothing waits: it owes nothing
+    bench.service.poll()
+    bench.service.submit("a", b"record", 0)
+    bench.time += 299
+    bench.service.poll()
+    assert not bench.child.killed
+    bench.time += 2
+    bench.service.poll()
+    assert bench.child.killed
 
 
 def test_the_real_child_scores_refuses_and_survives_its_death(folder, tmp_path, reference):

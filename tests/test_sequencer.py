@@ -14,8 +14,8 @@ def sequencer(**flags) -> Sequencer:
     return Sequencer(load(flags={"run.id": "r", "training.batch": 8, "grouping.group_size": 4, "training.max_lag": 2} | flags))
 
 
-def step(k: int) -> Step:
-    return Step(run_id="r", epoch=0, step=k, version_in=k - 1, version_out=k, weights_digest="", metrics=[], finished_at=now())
+def step(k: int, **metrics: float) -> Step:
+    return Step(run_id="r", epoch=0, step=k, version_in=k - 1, version_out=k, weights_digest="", metrics=list(metrics.items()), finished_at=now())
 
 
 class Log:
@@ -68,6 +68,41 @@ def test_no_further_ahead_than_pipeline_depth():
     assert [m.step for m in log.commit()] == [1, 2, 3], "one in training, two behind it"
     log.s.step(step(1))
     assert [m.step for m in log.commit()] == [4]
+
+
+def low(k: int) -> Step:
+    return step(k, **{"ess/raw": 0.1})
+
+
+GUARD = {"training.ess_floor": 0.3, "training.ess_floor_steps": 2}
+
+
+def test_a_low_effective_sample_size_is_warned_of(caplog):
+    log = Log(sequencer(**GUARD))
+    log.group(0)
+    for s in (low(1), low(1), step(2, **{"ess/raw": 0.9}), low(3)):
+        log.s.step(s)
+    assert not caplog.records, "not twice in a row: a step said again counts once"
+    log.s.step(low(4))
+    assert "below training.ess_floor = 0.3 for 2 steps, 0.100 in step 4" in caplog.text
+    assert log.s.grouper.buffered == 4
+
+
+def test_the_guard_drops_what_is_buffered_if_told_so(caplog):
+    log = Log(sequencer(**GUARD, **{"training.ess_floor_action": "drop"}))
+    log.admit(0, 1)
+    log.group(0)
+    for i in range(2):
+        log.s.row(table(rollout(1, i, size=4, reward=float(i))), 0.0)
+    log.s.step(low(1)), log.s.step(low(2))
+    log.commit()
+    assert {(o.group_id, o.outcome) for o in log.outcomes} == {("d/0/0", "stale"), ("d/0/1", "stale")} and len(log.outcomes) == 6
+    assert "6 buffered samples are dropped" in caplog.text
+    for i in (2, 3):
+        log.s.row(table(rollout(1, i, size=4, version=2, reward=float(i == 2))), 0.0)
+    log.group(2, version=2)
+    (m,) = log.commit()
+    assert m.step == 1 and m.sequences == 6, "what came later of the group makes a smaller one"
 
 
 CONVENTIONAL = {"run.mode": "conventional", "training.max_lag": 1}  # rounds of G = 2 steps of 8

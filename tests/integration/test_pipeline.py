@@ -22,13 +22,14 @@ from deploy import flink
 from deploy.models import make_demo_model
 from jobs.cli import main
 from jobs.dead import letters
+from jobs.preprocess import CLOCKS, unresolved_since
 from jobs.prompts import load_prompts
 from jobs.replay import replay, topics
 from jobs.run import Run, RunFailed, begun, say
 from operators.accounting import account_topics
 from operators.log import Writer, ensure_topics, producer, read
 from schemas.record import encode, rows_of
-from schemas.records import Dead, Manifest, Prompt, Rollout, Sequence, Step, Weights
+from schemas.records import Admission, Dead, Manifest, Prompt, Rollout, Sequence, Step, Weights
 from schemas.topics import ADMISSIONS, BATCHES, DEAD, OUTCOMES, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, topic
 
 STEPS_TO_RUN = 12
@@ -118,7 +119,8 @@ def test_bad_records_are_dead_letters_with_a_cause(run):
     assert any("context" in d.cause and "128" in d.cause for d in dead), [d.cause for d in dead]
     assert any("no_such_task" in d.cause for d in dead)
     for name in (OUTCOMES, ROLLOUTS, BATCHES, STEPS, ADMISSIONS, WEIGHTS):
-        assert any(d.original == b"garbage for " + name.encode() for d in dead), name
+        found = {(d.stage, d.topic) for d in dead if d.original == b"garbage for " + name.encode()}
+        assert found and {t for _, t in found} == {topic(s.run.id, name)}, "the letter names the topic it came from"
     assert made["accounting"]["dead"] == 8, "two groups of four could not be used"
 
 
@@ -246,6 +248,15 @@ def test_the_final_model_is_the_last_version(run):
     exported = AutoModelForCausalLM.from_pretrained(s.run_dir / "model", dtype=torch.float32).state_dict()
     for name, tensor in load_file(last.uri).items():
         assert torch.equal(exported[name], tensor), name
+
+
+def test_a_job_that_begins_again_reads_no_rollouts_of_resolved_groups(run):
+    s, _ = run
+    admitted = [a for a in records(s, ADMISSIONS, Admission) if a.kind == "group"]
+    since = unresolved_since(s.kafka, s.run.id)
+    assert admitted[-1].admitted_at - CLOCKS <= since <= records(s, ADMISSIONS, Admission)[-1].admitted_at, "nothing is open any more"
+    ensure_topics(s.kafka, "nothing")
+    assert unresolved_since(s.kafka, "nothing") is None
 
 
 def workers(stack, of: str) -> list[psutil.Process]:
