@@ -29,6 +29,7 @@ COMMANDS = {
     "replay": "`replay TOPIC --to FILE.parquet`: a topic up to now, for offline analysis",
     "audit": "prove from the topics that every admitted sample is accounted for",
     "dead": "`dead list | show N [--to FILE] | retry N...`: what stages could not use, and why",
+    "eval": "`eval MODEL --prompts SOURCE`: what a model folder answers to held-out prompts, graded: reward, pass@k",
     "package": "build dist/pipelinerl.zip for `flink run -pyfs`",
     "jar": "print the path of the connector jar for `flink run --jarfile`",
 }
@@ -98,8 +99,16 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         made[name] = commands.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False,
                                          formatter_class=argparse.RawDescriptionHelpFormatter, epilog=epilog)
-    for name in ("run", "prompts"):
+    for name in ("run", "prompts", "eval"):
         _prompt_options(made[name])
+    for name in ("run", "prompts"):
+        made[name].add_argument("--passes", type=int, default=1, help="passes over the data set")
+    made["eval"].add_argument("model", type=Path, metavar="MODEL", help="folder in Hugging Face form")
+    made["eval"].add_argument("--prompts", metavar="SOURCE", required=True, help="a JSONL or Parquet file, or reasoning_gym:NAME")
+    made["eval"].add_argument("--samples", type=int, default=1, help="samples a prompt, at generation.temperature")
+    made["eval"].add_argument("--greedy", action="store_true", help="the most probable answer instead of a sample")
+    made["eval"].add_argument("--right", type=float, default=1.0, help="reward from which on an answer counts as right")
+    made["eval"].add_argument("--to", type=Path, metavar="FILE", help="keep the graded rollouts, .parquet")
     made["run"].add_argument("--prompts", metavar="SOURCE", help="load these first; a JSONL or Parquet file, or reasoning_gym:NAME")
     made["run"].add_argument("--dry-run", action="store_true", help="print the resolved topology and end")
     made["run"].add_argument("--stream", action="store_true", help="prompts go on arriving: do not end with those that are there")
@@ -135,18 +144,20 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", help="grader of every prompt")
     parser.add_argument("--task-column", help="column that names the grader")
     parser.add_argument("--id-column", help="column that names the prompt")
-    parser.add_argument("--passes", type=int, default=1, help="passes over the data set")
     parser.add_argument("--size", type=int, help="how many problems of a procedural task")
     parser.add_argument("--limit", type=int, help="no more than this many prompts")
     parser.add_argument("--prompt-seed", type=int, default=0, help="seed of a procedural task")
 
 
+def _source_options(args: argparse.Namespace) -> dict:
+    return {"prompt_column": args.prompt_column, "answer_column": args.answer_column, "task": args.task, "task_column": args.task_column,
+            "id_column": args.id_column, "size": args.size, "seed": args.prompt_seed, "limit": args.limit}
+
+
 def _loader(source: str, args: argparse.Namespace):
     from jobs.prompts import load_prompts
 
-    return lambda settings: load_prompts(
-        settings, source, prompt_column=args.prompt_column, answer_column=args.answer_column, task=args.task, task_column=args.task_column,
-        id_column=args.id_column, passes=args.passes, size=args.size, seed=args.prompt_seed, limit=args.limit)
+    return lambda settings: load_prompts(settings, source, passes=args.passes, **_source_options(args))
 
 
 def topology(settings: Settings) -> str:
@@ -170,6 +181,17 @@ def topology(settings: Settings) -> str:
         f"checkpoint every {t.checkpoint_every} steps",
         f"  ends        {'after step ' + str(s.run.max_steps) if s.run.max_steps else 'with the prompts'}",
     ])
+
+
+def _eval(settings: Settings, args: argparse.Namespace) -> None:
+    if not (args.model / "config.json").is_file():
+        raise BadSettings(f"MODEL {args.model} is no model folder: it needs a config.json (Hugging Face form)")
+    from jobs.evaluate import evaluate, report
+    from jobs.prompts import prompts_of
+
+    prompts = list(prompts_of(args.prompts, **_source_options(args)))
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(args.model.absolute())})})
+    print(report(evaluate(settings, prompts, samples=args.samples, greedy=args.greedy, right=args.right, to=args.to)))
 
 
 def _gpus() -> int:

@@ -34,9 +34,11 @@ BACKEND = "pipelinerl"
 
 
 class VLLMEngine:
-    """`operators.engine.Engine` by vLLM. `name` says what it is, `stop_ids` which tokens end a sequence."""
+    """`operators.engine.Engine` by vLLM. `name` says what it is, `stop_ids` which tokens end a sequence. `greedy` is for evaluation:
+    nothing that is sampled so can be trained on."""
 
-    def __init__(self, settings: GenerationSettings, model: str, *, trust_remote_code: bool = False, seed: int = 0):
+    def __init__(self, settings: GenerationSettings, model: str, *, trust_remote_code: bool = False, seed: int = 0,
+                 greedy: bool = False):
         cuda = current_platform.is_cuda_alike()
         if settings.device != "auto" and (settings.device == "cuda") != cuda:
             raise ValueError(f"generation.device is {settings.device!r}, but this vLLM runs on {current_platform.device_name}: "
@@ -57,11 +59,12 @@ class VLLMEngine:
         self.tokenizer = self._llm.get_tokenizer()
         self.name = f"vllm-{vllm.__version__.split('+')[0]}"
         self.stop_ids = self._stop_ids()
-        self._params = SamplingParams(temperature=settings.temperature, logprobs=0, flat_logprobs=True, detokenize=False,
+        temperature = 0.0 if greedy else settings.temperature
+        self._params = SamplingParams(temperature=temperature, logprobs=0, flat_logprobs=True, detokenize=False,
                                       output_kind=RequestOutputKind.FINAL_ONLY)
-        if self._params.temperature != settings.temperature:
+        if self._params.temperature != temperature:
             raise ValueError(f"vLLM would sample at temperature {self._params.temperature:g}, not at generation.temperature "
-                             f"{settings.temperature:g}: every log-probability would be of another distribution than it says")
+                             f"{temperature:g}: every log-probability would be of another distribution than it says")
         self._internal: dict[str, str] = {}  # our ident -> the engine's
 
     def _stop_ids(self) -> frozenset[int]:
