@@ -37,7 +37,7 @@ def test_a_model_folder_is_evaluated(tmp_path, capsys):
         main(["eval", str(model), "--prompts", str(file), "--greedy", "--to", str(tmp_path / "answers.parquet"), *flags])
     assert e.value.code == 0
     said = capsys.readouterr().out
-    assert "90 tokens, which leaves no room" in said
+    assert "tokens, which leaves no room for a response: generation.max_model_len is 64" in said
     made = json.loads(said.splitlines()[-1])
     assert (made["prompts"], made["samples"], made["ungraded"]) == (5, 1, 1)
     table = pq.read_table(tmp_path / "answers.parquet")

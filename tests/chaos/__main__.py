@@ -18,7 +18,7 @@ OUT = Path("out") / "chaos.json"
 
 def table(rows: list[Row]) -> str:
     """As Markdown."""
-    lines = ["| process | kills | lost | twice | duplicates removed | generation goes on after, p50 / max [s] | training, p50 / max [s] |",
+    lines = ["| process | kills | lost | twice | duplicates removed | generation paused, p50 / max [s] | training paused, p50 / max [s] |",
              "| --- | --- | --- | --- | --- | --- | --- |"]
     lines += [f"| {r.process} | {r.kills} | {r.lost} | {r.twice} | {r.duplicates_removed} | {r.generation_p50_s:.1f} / "
               f"{r.generation_max_s:.1f} | {r.training_p50_s:.1f} / {r.training_max_s:.1f} |" for r in rows]

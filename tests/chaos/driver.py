@@ -1,13 +1,14 @@
 """A seeded driver: runs the tiny pipeline, kills its processes on a schedule, and asks the log what became of every sample.
 
-Nothing here is trusted to say how it went but the topics: what was lost or trained twice, how many second rollouts were told apart, and when
-the first rollout ended and the first step was trained after each kill.
+Nothing here is trusted to say how it went but the topics: what was lost or trained twice, how many second rollouts were told apart, and the
+longest pauses between two rollouts and between two steps from each kill to the next.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import random
 import signal
 import statistics
@@ -48,7 +49,7 @@ class NotRecovered(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """What was done, and when the pipeline was seen to go on, in seconds after it."""
+    """What was done, and the longest pauses of generation and training from then to the next kill, in seconds."""
 
     what: str
     at: float
@@ -211,13 +212,14 @@ def chaos(stack: LocalStack, model: str, run_id: str, kills: Sequence[str], seed
             newest.wait_for_more(1, 4, "the run's first steps")
             for what in kills:
                 time.sleep(dice.uniform(*PAUSE_S))
-                done.append((what, time.time()))
                 strike(what, stack, settings, dice)
+                done.append((what, time.time()))
                 time.sleep(1.0)  # what was on its way arrives
-                newest.wait_for_more(4, 2, f"after the {len(done)}th kill ({what})")
+                newest.wait_for_more(4, 2, f"after kill {len(done)} ({what})")
         except BaseException as e:
             errors.append(e)
         finally:
+            done.append(("end", time.time()))
             newest.close()
             say(settings, "stop", "the schedule of kills is at its end")
 
@@ -232,15 +234,23 @@ def chaos(stack: LocalStack, model: str, run_id: str, kills: Sequence[str], seed
 
 
 def recoveries(settings: Settings, done: list[tuple[str, float]]) -> list[Kill]:
-    """When the first rollout ended, and the first step was trained, after each kill."""
+    """The pauses after each kill; the last entry is the end."""
     ended = sorted(t.timestamp() for m in every_message(settings, ROLLOUTS)
                    for t in read(Rollout, m).column("finished_at").to_pylist())
     trained = sorted(s.finished_at.timestamp() for s in rows_of(Step, every_message(settings, STEPS)))
 
-    def after(times: list[float], at: float) -> float:
-        return next(t for t in times if t > at) - at
+    return [Kill(what, at, longest_pause(ended, at, until), longest_pause(trained, at, until))
+            for (what, at), (_, until) in itertools.pairwise(done)]
 
-    return [Kill(what, at, after(ended, at), after(trained, at)) for what, at in done]
+
+def longest_pause(times: list[float], start: float, end: float) -> float:
+    """Between two of the times from start to end; the start counts as one of them, the end does not.
+
+    >>> longest_pause([1.0, 2.0, 6.0, 7.0, 30.0], 1.5, 9.0)
+    4.0
+    """
+    inside = [start, *(t for t in times if start < t <= end)]
+    return max((b - a for a, b in itertools.pairwise(inside)), default=end - start)
 
 
 @dataclasses.dataclass(frozen=True)

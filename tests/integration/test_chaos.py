@@ -13,7 +13,7 @@ def test_whoever_is_killed_nothing_is_lost_and_nothing_trained_twice(stack, tmp_
     random.Random(SEED).shuffle(kills)
     settings, done, summary = chaos(stack, str(make_demo_model(tmp_path / "model", seed=0)), "chaos", kills, SEED)
     for k in done:
-        print(f"{k.what}: generation goes on after {k.generation_s:.1f} s, training after {k.training_s:.1f} s")
+        print(f"{k.what}: generation paused for {k.generation_s:.1f} s, training for {k.training_s:.1f} s")
     assert [k.what for k in done] == kills
     found = verdict(settings)
     assert (found.lost, found.twice) == (0, 0), (found, summary["accounting"])
