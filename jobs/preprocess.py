@@ -29,7 +29,7 @@ from schemas.records import Admission, Control, Outcome, Rollout, Step
 from schemas.settings import KafkaSettings, Settings
 from schemas.topics import ADMISSIONS, CONTROL, OUTCOMES, ROLLOUTS, SCORED, STEPS, topic
 
-CLOCKS = timedelta(minutes=1)  # by which the clocks of machines may differ
+CLOCKS = timedelta(minutes=1)  # by which the clocks of the broker and of whoever admits may differ
 
 
 def unresolved_since(kafka: KafkaSettings, run_id: str) -> datetime | None:

@@ -20,6 +20,7 @@ from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaRe
 from pyflink.datastream.functions import FlatMapFunction
 
 from operators.dead import DeadLetters
+from operators.lifeline import die_with_parent
 from operators.log import Writer, ensure_topics
 from schemas.record import BadRecord, encode, name_of, read
 from schemas.records import Control, now
@@ -104,6 +105,7 @@ class Gate(FlatMapFunction):
 
     def open(self, context) -> None:
         s = self.settings
+        die_with_parent(silence_s=s.flink.silence_timeout_s)
         self._dead = DeadLetters(s.kafka, s.run.id, self._stage, topic(s.run.id, self.name))
 
     def flat_map(self, value: bytes) -> Iterator[bytes]:

@@ -84,13 +84,17 @@ def consumer(kafka: KafkaSettings, **more) -> KafkaConsumer:
 
 
 def ensure_topics(kafka: KafkaSettings, run_id: str, names: Iterable[str] = ALL) -> None:
-    """Create the run's topics that do not exist. Nothing is deleted by time: retention is a decision, not an age."""
+    """Create the run's topics that do not exist. Nothing is deleted by time: retention is a decision, not an age.
+
+    Messages carry the broker's time: Flink would give a rollout the time of whatever message its operator took last.
+    """
     admin = _reach(kafka, lambda: KafkaAdminClient(**client_config(kafka)))
     try:
         have = set(admin.list_topics())
         new = [
             NewTopic(topic(run_id, n), kafka.partitions if n in PARTITIONED else 1, kafka.replication, topic_configs={
-                "retention.ms": "-1", "retention.bytes": "-1", "max.message.bytes": str(kafka.max_message_bytes)})
+                "retention.ms": "-1", "retention.bytes": "-1", "message.timestamp.type": "LogAppendTime",
+                "max.message.bytes": str(kafka.max_message_bytes)})
             for n in names if topic(run_id, n) not in have
         ]
         for one in new:

@@ -255,6 +255,9 @@ def test_a_job_that_begins_again_reads_no_rollouts_of_resolved_groups(run):
     admitted = [a for a in records(s, ADMISSIONS, Admission) if a.kind == "group"]
     since = unresolved_since(s.kafka, s.run.id)
     assert admitted[-1].admitted_at - CLOCKS <= since <= records(s, ADMISSIONS, Admission)[-1].admitted_at, "nothing is open any more"
+    for m in read(s.kafka, topic(s.run.id, ROLLOUTS)):
+        for r in rows_of(Rollout, [m.value]):
+            assert m.timestamp_ms / 1000 >= r.finished_at.timestamp() - 0.005, "where to begin is found by the time of writing"
     ensure_topics(s.kafka, "nothing")
     assert unresolved_since(s.kafka, "nothing") is None
 
