@@ -21,7 +21,7 @@ COMMANDS = {
     "demo": "a tiny model learns unary addition through the whole pipeline, on an embedded local stack",
     "up": "start the local stack: Kafka, Flink, MLflow",
     "down": "stop it",
-    "status": "show it",
+    "status": "show it, and for whom the run waits: owner, age, limit",
     "submit": "submit one job (generate, preprocess, train) to the Flink cluster",
     "stop": "end a run early: what is formed is still trained, everything else gets its outcome",
     "prompts": "`prompts load SOURCE`: JSONL, Parquet, or reasoning_gym:NAME into the prompts topic",
@@ -258,6 +258,12 @@ def _status(settings: Settings, args: argparse.Namespace) -> int:
 
     services = Stack(settings.stack).status()
     print(table(services))
+    from operators import waits
+    from operators.log import BrokerAway
+
+    with contextlib.suppress(BrokerAway):  # of which the table above tells
+        found = waits.waits_of(settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"timeout_s": 3.0})}))
+        print(f"\nrun {settings.run.id}: " + ("no topics" if found is None else "\n" + waits.table(found)))
     return 0 if services and all(s.state == "up" for s in services) else 1
 
 
