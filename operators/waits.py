@@ -86,8 +86,8 @@ def _engines(settings: Settings, weights: Iterable[Weights], acks: Iterable[Ack]
         else:
             refused[a.generator_id] = f"; it refused version {a.version}: {a.cause}"
     if not held:
-        limit = settings.generation.start_timeout_s
-        return [Wait("engines", f"to hold version {newest.version}, their first", age(newest.offered_at), limit, "generation.start_timeout_s")]
+        return [Wait("engines", f"version {newest.version} applied, the first they hold", age(newest.offered_at),
+                     settings.generation.start_timeout_s, "generation.start_timeout_s")]
     late = {g: v for g, v in sorted(held.items()) if v < (newest.epoch, newest.version)}
     following = {g: min(k for k in offered if k > v) for g, v in late.items()}
     return [Wait(g, f"version {newest.version} applied (holds {v[1]}){refused.get(g, '')}", age(offered[following[g]].offered_at))
