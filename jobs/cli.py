@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _errors() -> tuple[type[Exception], ...]:
     """What is said for a person: it names what, where, and what to do. Only modules that are loaded can have raised theirs."""
-    named = {"operators.log": ("BrokerAway", "NoTopic"), "jobs.run": ("RunFailed",), "jobs.prompts": ("BadPrompts",),
+    named = {"operators.log": ("BrokerAway", "BrokerRefuses", "NoTopic"), "jobs.run": ("RunFailed",), "jobs.prompts": ("BadPrompts",),
              "jobs.dead": ("BadLetter",),
              "operators.tasks": ("UnknownTask",), "deploy.stack": ("StackError",), "deploy.flink": ("SubmitFailed",),
              "deploy.rest": ("Unreachable",), "deploy.jars": ("JarsAway",), "deploy.models": ("ModelMissing",)}

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import KafkaAdminClient, NewTopic
-from kafka.errors import KafkaError, RetriableError, TopicAlreadyExistsError
+from kafka.errors import AuthorizationError, KafkaError, RetriableError, TopicAlreadyExistsError
 
 from schemas.record import rows_of
 from schemas.settings import KafkaSettings
@@ -27,6 +27,10 @@ R = TypeVar("R")
 
 class BrokerAway(ConnectionError):
     """The broker does not answer; the text says which address was tried and what to do."""
+
+
+class BrokerRefuses(PermissionError):
+    """The broker answers, but does not let this user do what is needed; the text says who and what."""
 
 
 class NoTopic(LookupError):
@@ -61,8 +65,12 @@ def _reach(kafka: KafkaSettings, make):
     try:
         return make()
     except (KafkaError, OSError) as e:
-        raise BrokerAway(f"no Kafka broker answers at {kafka.bootstrap} within {kafka.timeout_s:g} s ({e}): "
-                         "start one (`pipelinerl up`) or set kafka.bootstrap") from e
+        who = "" if kafka.sasl_username is None else f" as user {kafka.sasl_username!r}"
+        how = "" if kafka.security_protocol == "PLAINTEXT" else f" over {kafka.security_protocol}{who}"
+        # Of a wrong certificate or password the client says no more than that it could not connect.
+        check = ", or check kafka.security_protocol, ssl_cafile, user and password" if how else ""
+        raise BrokerAway(f"no Kafka broker answers at {kafka.bootstrap}{how} within {kafka.timeout_s:g} s ({e}): "
+                         f"start one (`pipelinerl up`) or set kafka.bootstrap{check}") from e
 
 
 def producer(kafka: KafkaSettings, **more) -> KafkaProducer:
@@ -102,6 +110,9 @@ def ensure_topics(kafka: KafkaSettings, run_id: str, names: Iterable[str] = ALL)
                 admin.create_topics([one])
             except TopicAlreadyExistsError:
                 pass  # another job of the run was faster
+            except AuthorizationError as e:
+                raise BrokerRefuses(f"the broker at {kafka.bootstrap} does not let user {kafka.sasl_username!r} create {one.name}: a run "
+                                    "must be allowed to create, write and read topics with its prefix, and its transactional ids") from e
     finally:
         admin.close()
 
