@@ -99,6 +99,7 @@ def test_a_learning_curve():
     assert c.samples == [0, 10, 10, 20, 20, 30, 30] and c.seconds == [2, 3, 4, 5, 6, 7, 8]
     assert (c.samples_per_s, c.lag, c.ess) == (1.0, [0.5, 1.5], [0.9, 0.8])
     assert c.reach(0.5) == (20, 5) and c.reach(1.1) is None
+    assert (c.thin(3).samples, c.thin(7)) == ([0, 20, 30], c)
 
 
 def test_no_ratio_against_a_side_that_collapsed():

@@ -62,6 +62,11 @@ class Curve:
     lag: list[float]  # mean of each step
     ess: list[float]
 
+    def thin(self, points: int = 500) -> Curve:
+        """The same with so many points at most: what a file needs."""
+        every = max(1, -(-len(self.reward) // points))
+        return dataclasses.replace(self, reward=self.reward[::every], samples=self.samples[::every], seconds=self.seconds[::every])
+
     def reach(self, reward: float) -> tuple[float, float] | None:
         """(samples, seconds) when it first had so much; None if it never did."""
         at = next((i for i, r in enumerate(self.reward) if r >= reward), None)
@@ -157,7 +162,7 @@ def run(*, quick: bool = False) -> None:
                 curves[side].append(learn(side, seed, rates[side]))
     value, measures = compare(curves)
     plot(curves, OUT / "time_to_reward.png")
-    report("time_to_reward", value, measures, sides={n: [dataclasses.asdict(c) for c in made] for n, made in curves.items()},
+    report("time_to_reward", value, measures, sides={n: [dataclasses.asdict(c.thin()) for c in made] for n, made in curves.items()},
            settings={"quick": quick, "steps": STEPS, "reward": REWARD, "window": WINDOW, "lr": rates, "common": json.loads(json.dumps(COMMON)),
                      "sides": SIDES}, seeds={"first": 0, "count": rounds}, on=on)
 
