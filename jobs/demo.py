@@ -13,7 +13,7 @@ FOLDER = Path("out") / "demo"
 #: Unary numbers (`19=` is answered by nineteen `1`s) with a character model of 91k parameters.
 TINY = {
     "run.max_steps": 400,
-    "generation.batch": 14, "generation.max_tokens": 50, "generation.max_model_len": 128, "generation.dtype": "float32",
+    "generation.batch": 10, "generation.max_tokens": 50, "generation.max_model_len": 128, "generation.dtype": "float32",
     "generation.kv_cache_mb": 64,
     "grouping.group_size": 8, "grouping.timeout_s": 60,
     "packing.token_budget": 4096,
