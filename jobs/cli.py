@@ -183,9 +183,13 @@ def topology(settings: Settings) -> str:
     ])
 
 
+def _require_model(folder: Path, what: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise BadSettings(f"{what} is no model folder: it needs a config.json (Hugging Face form)")
+
+
 def _eval(settings: Settings, args: argparse.Namespace) -> None:
-    if not (args.model / "config.json").is_file():
-        raise BadSettings(f"MODEL {args.model} is no model folder: it needs a config.json (Hugging Face form)")
+    _require_model(args.model, f"MODEL {args.model}")
     from jobs.evaluate import evaluate, report
     from jobs.prompts import prompts_of
 
@@ -202,8 +206,7 @@ def _run(settings: Settings, args: argparse.Namespace) -> int:
     if args.dry_run:
         print(topology(settings))
         return 0
-    if not (Path(settings.model.path) / "config.json").is_file():
-        raise BadSettings(f"model.path {settings.model.path!r} is no model folder: it needs a config.json (Hugging Face form)")
+    _require_model(Path(settings.model.path), f"model.path {settings.model.path!r}")
     from jobs.run import Run, RunFailed, begun
 
     print(topology(settings))

@@ -19,7 +19,7 @@ from pyflink.common import Row, Types
 from pyflink.datastream import StreamExecutionEnvironment
 
 from jobs.streams import gated, keyed_bytes, run_job, sink, source
-from operators.admission import Admitter
+from operators.accounting import unresolved
 from operators.log import read as log_read
 from operators.offload import slot_keys
 from operators.reward import reward
@@ -38,9 +38,8 @@ def unresolved_since(kafka: KafkaSettings, run_id: str) -> datetime | None:
     admissions = list(rows_of(Admission, (m.value for m in log_read(kafka, topic(run_id, ADMISSIONS)))))
     if not admissions:
         return None
-    ledger = Admitter(run_id, batch=1, max_lag=0, group_size=1)
-    opened = ledger.adopt(admissions, rows_of(Outcome, (m.value for m in log_read(kafka, topic(run_id, OUTCOMES)))))
-    return min((a.admitted_at for a in opened), default=admissions[-1].admitted_at) - CLOCKS
+    opened = unresolved(admissions, rows_of(Outcome, (m.value for m in log_read(kafka, topic(run_id, OUTCOMES)))))
+    return min((a.admitted_at for a, _ in opened.values()), default=admissions[-1].admitted_at) - CLOCKS
 
 
 def build(env: StreamExecutionEnvironment, settings: Settings) -> None:

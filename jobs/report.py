@@ -89,6 +89,14 @@ def plot(progress: Progress, path: Path, title: str) -> None:
         ("tokens/s", [("generation/tokens_per_s", "generated"), ("train/tokens_per_s", "trained, while training")]),
     ]
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), constrained_layout=True)
+
+    def finish(axis, xlabel: str, ylabel: str) -> None:
+        axis.set_xlabel(xlabel)
+        axis.set_ylabel(ylabel)
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+
     for axis, (label, lines) in zip(axes.flat[:len(panels)], panels, strict=True):
         for name, legend in lines:
             points = [(s, progress.history[s][name]) for s in steps if name in progress.history[s]]
@@ -100,27 +108,17 @@ def plot(progress: Progress, path: Path, title: str) -> None:
                 window = max(1, len(y) // 20)
                 smooth = [sum(y[max(0, i - window):i + 1]) / len(y[max(0, i - window):i + 1]) for i in range(len(y))]
                 axis.plot(x, smooth, linewidth=2, label=f"mean of {window} steps")
-        axis.set_xlabel("optimizer step")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
+        finish(axis, "optimizer step", label)
     half = [progress.history[s] for s in steps[len(steps) // 2:]]
     by_position = [("token lag [steps]", [("lag", "mean")]),
                    ("importance weight", [("is_ratio", "mean weight"), ("ess", "effective sample size")])]
-    for axis, (label, lines) in zip(axes.flat[len(panels):], by_position, strict=False):
+    for axis, (label, lines) in zip(axes.flat[len(panels):], by_position, strict=True):
         for family, legend in lines:
             found = {int(name.rsplit("_", 1)[1]) for row in half for name in row if name.startswith(f"{family}/at_")}
             y = {p: [row[f"{family}/at_{p}"] for row in half if f"{family}/at_{p}" in row] for p in sorted(found)}
             axis.plot([p + 1 for p in y], [sum(v) / len(v) for v in y.values()], marker="o", markersize=3, label=legend)
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("first of the response positions, from 1 (second half of the steps)")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    for axis in axes.flat[len(panels) + len(by_position):]:
-        axis.set_axis_off()
+        finish(axis, "first of the response positions, from 1 (second half of the steps)", label)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pyflink.common import Configuration, Row, Types, WatermarkStrategy
 from pyflink.common.serialization import ByteArraySchema, RowFieldExtractorSchema
 from pyflink.datastream import DataStream, StreamExecutionEnvironment
@@ -114,15 +115,14 @@ class Gate(FlatMapFunction):
             kind = name_of(value)
             for cls in self._records:
                 if kind == cls.record_name:
-                    read(cls, value)
-                    yield from self.passed(value, cls)
+                    yield from self.passed(value, cls, read(cls, value))
                     return
             raise BadRecord(f"expected a record {' or '.join(c.record_name for c in self._records)}, found {kind!r}")
         except BadRecord as e:
             self._dead(str(e), value)
 
-    def passed(self, value: bytes, cls: type) -> Iterator[Any]:
-        """What becomes of a message of record `cls`."""
+    def passed(self, value: bytes, cls: type, rows: pa.Table) -> Iterator[Any]:
+        """What becomes of a message of record `cls` with these rows."""
         yield value
 
 

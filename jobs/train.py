@@ -17,13 +17,13 @@ if __package__ in (None, ""):  # run as a file: `flink run -py jobs/train.py`
 from collections.abc import Iterator
 from functools import partial
 
+import pyarrow as pa
 from pyflink.common import Row, Types
 from pyflink.datastream import StreamExecutionEnvironment
 
 from jobs.streams import Gate, run_job, source, through
 from operators.tracking import RunListener
 from operators.training import RankFunction
-from schemas.record import decode, read
 from schemas.records import Control, Manifest, Sequence
 from schemas.settings import Settings
 from schemas.topics import BATCHES, CONTROL
@@ -32,11 +32,11 @@ from schemas.topics import BATCHES, CONTROL
 class Route(Gate):
     """Message to Row(rank, message) for each rank that needs it."""
 
-    def passed(self, value: bytes, cls: type) -> Iterator[Row]:
+    def passed(self, value: bytes, cls: type, rows: pa.Table) -> Iterator[Row]:
         ranks = range(self.settings.training.ranks)
         if cls is Sequence:
-            yield Row(read(Sequence, value, checked=True).column("micro_batch")[0].as_py() % len(ranks), value)
-        elif cls is Manifest or decode(Control, value)[0].kind == "start":
+            yield Row(rows.column("micro_batch")[0].as_py() % len(ranks), value)
+        elif cls is Manifest or rows.column("kind")[0].as_py() == "start":
             for rank in ranks:
                 yield Row(rank, value)
 

@@ -39,6 +39,18 @@ class Accounts:
         return {"admitted": self.admitted, **named, "buffered": self.buffered, "in_flight": self.in_flight, "duplicates": self.duplicates}
 
 
+def unresolved(admissions: Iterable[Admission], outcomes: Iterable[Outcome]) -> dict[str, tuple[Admission, set[int]]]:
+    """group_id -> (its admission, the samples without a final outcome), of the groups that have such samples, oldest first."""
+    groups: dict[str, tuple[Admission, set[int]]] = {}
+    for a in admissions:
+        if a.kind == "group":
+            groups.setdefault(a.group_id, (a, set(range(a.samples))))
+    for o in outcomes:
+        if o.outcome != "duplicate" and (group := groups.get(o.group_id)) is not None:
+            group[1].discard(o.sample_index)
+    return {group_id: group for group_id, group in groups.items() if group[1]}
+
+
 def account(admissions: Iterable[Admission], outcomes: Iterable[Outcome], rollouts: Iterable[tuple[str, int]]) -> Accounts:
     """`rollouts` are (group_id, sample_index) of the rollouts in the log; only those of unresolved samples matter."""
     accounts = Accounts()

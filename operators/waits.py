@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from operators.log import consumer, ends, read
+from operators.accounting import unresolved
+from operators.log import NoTopic, read
 from schemas.record import rows_of
 from schemas.records import Ack, Admission, Manifest, Outcome, Rollout, Step, Weights, now
-from schemas.settings import KafkaSettings, Settings
+from schemas.settings import Settings
 from schemas.topics import ACKS, ADMISSIONS, BATCHES, OUTCOMES, ROLLOUTS, STEPS, WEIGHTS, topic
 
 
@@ -36,37 +37,28 @@ def waits(settings: Settings, at: datetime, *, admissions: Iterable[Admission], 
     ended = any(m.kind == "end" for m in manifests) and (trained or 0) >= max(formed, default=0)
     if ended:
         return []
-    open_groups: dict[str, tuple[Admission, set[int]]] = {}
-    last_admission, closed = None, False
-    for a in admissions:
-        closed |= a.kind == "closed"
-        last_admission = a
-        if a.kind == "group":
-            open_groups.setdefault(a.group_id, (a, set(range(a.samples))))
-    for o in outcomes:
-        if o.outcome != "duplicate" and (group := open_groups.get(o.group_id)) is not None:
-            group[1].discard(o.sample_index)
-    unresolved = {g: (a, left) for g, (a, left) in open_groups.items() if left}
+    admissions = list(admissions)
+    open_groups = unresolved(admissions, outcomes)
     arrived: dict[str, dict[int, datetime]] = {}
     for r in rollouts:
-        if r.group_id in unresolved:
+        if r.group_id in open_groups:
             arrived.setdefault(r.group_id, {}).setdefault(r.sample_index, r.finished_at)
     in_steps = {s["group_id"] for m in formed.values() if trained is None or m.step > trained for s in m.samples}
 
     def age(since: datetime) -> float:
         return max(0.0, (at - since).total_seconds())
 
-    return [*_admission(settings, unresolved, last_admission, closed, age), *_engines(settings, weights, acks, age),
-            *_groups(settings, {g: v for g, v in unresolved.items() if g not in in_steps}, arrived, age),
+    return [*_admission(settings, open_groups, admissions, age), *_engines(settings, weights, acks, age),
+            *_groups(settings, {g: v for g, v in open_groups.items() if g not in in_steps}, arrived, age),
             *_trainer(settings, formed, steps, trained, age)]
 
 
-def _admission(settings: Settings, unresolved: dict, last: Admission | None, closed: bool, age) -> list[Wait]:
-    if closed:
+def _admission(settings: Settings, open_groups: dict, admissions: list[Admission], age) -> list[Wait]:
+    if any(a.kind == "closed" for a in admissions):
         return []
-    if last is None:
+    if not admissions:
         return [Wait("admission", "the first prompts, or the generate job", 0.0)]
-    held = sum(len(left) for _, left in unresolved.values())
+    last, held = admissions[-1], sum(len(left) for _, left in open_groups.values())
     if settings.credit - held < settings.grouping.group_size:
         return [Wait("admission", f"outcomes: {held} of {settings.credit} samples are unresolved", age(last.admitted_at))]
     return [Wait("admission", f"prompts: there is credit for {settings.credit - held} samples", age(last.admitted_at))]
@@ -94,10 +86,10 @@ def _engines(settings: Settings, weights: Iterable[Weights], acks: Iterable[Ack]
             for g, v in late.items()]
 
 
-def _groups(settings: Settings, unresolved: dict, arrived: dict[str, dict[int, datetime]], age) -> list[Wait]:
+def _groups(settings: Settings, open_groups: dict, arrived: dict[str, dict[int, datetime]], age) -> list[Wait]:
     g = settings.grouping
     begun, unbegun, ready = [], [], []
-    for group_id, (a, left) in unresolved.items():
+    for group_id, (a, left) in open_groups.items():
         came = arrived.get(group_id, {})
         missing = left - came.keys()
         if not missing:
@@ -131,24 +123,17 @@ def _trainer(settings: Settings, formed: dict[int, Manifest], steps: dict[int, S
 def waits_of(settings: Settings) -> list[Wait] | None:
     """Of the run in `settings`, from its topics; None if it has none. Raises operators.log.BrokerAway."""
     kafka, run = settings.kafka, settings.run.id
-    if not _exists(kafka, topic(run, ADMISSIONS)):
-        return None
 
     def rows(cls, name: str):
         return list(rows_of(cls, (m.value for m in read(kafka, topic(run, name)))))
 
     # Outcomes first: what is resolved meanwhile then looks unresolved for a moment, never the other way round.
-    return waits(settings, now(), outcomes=rows(Outcome, OUTCOMES), steps=rows(Step, STEPS), acks=rows(Ack, ACKS),
-                 rollouts=rows(Rollout, ROLLOUTS), manifests=rows(Manifest, BATCHES), weights=rows(Weights, WEIGHTS),
-                 admissions=rows(Admission, ADMISSIONS))
-
-
-def _exists(kafka: KafkaSettings, name: str) -> bool:
-    client = consumer(kafka)
     try:
-        return name in client.topics() and bool(ends(client, name))
-    finally:
-        client.close()
+        return waits(settings, now(), outcomes=rows(Outcome, OUTCOMES), steps=rows(Step, STEPS), acks=rows(Ack, ACKS),
+                     rollouts=rows(Rollout, ROLLOUTS), manifests=rows(Manifest, BATCHES), weights=rows(Weights, WEIGHTS),
+                     admissions=rows(Admission, ADMISSIONS))
+    except NoTopic:
+        return None
 
 
 SHOWN = 12

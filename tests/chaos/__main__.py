@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.benchmarks.common import machine
 from tests.benchmarks.generate_job import local_stack
-from tests.chaos.driver import ALL, Row, chaos, row, verdict
+from tests.chaos.driver import ALL, Row, Verdict, chaos, row, verdict
 
 OUT = Path("out") / "chaos.json"
 
@@ -38,16 +38,13 @@ def main() -> int:
     for i, what in enumerate(args.only):
         with local_stack() as stack:  # one of its own each: a service that ends more than five times in ten minutes is given up
             model = str(make_in_process("demo", stack.runs / "model", args.seed))
-            kills = []
-            found = None
+            kills, found = [], []
             for part in range(0, args.rounds, 4):
                 count = min(4, args.rounds - part)
                 settings, done, _ = chaos(stack, model, f"chaos-{i}-{part}", [what] * count, args.seed + 1000 * i + part)
-                said = verdict(settings)
                 kills += done
-                found = said if found is None else dataclasses.replace(
-                    found, lost=found.lost + said.lost, twice=found.twice + said.twice, duplicates=found.duplicates + said.duplicates)
-        rows.append(row(what, kills, found))
+                found.append(dataclasses.astuple(verdict(settings)))
+        rows.append(row(what, kills, Verdict(*map(sum, zip(*found, strict=True)))))
         print(table(rows), flush=True)
         OUT.parent.mkdir(parents=True, exist_ok=True)
         OUT.write_text(json.dumps({"rows": [dataclasses.asdict(r) for r in rows], "rounds": args.rounds, "seed": args.seed, "machine": on},

@@ -29,17 +29,15 @@ from schemas.record import read, rows_of
 from schemas.records import Manifest, Rollout, Step, Weights
 from schemas.settings import Settings
 from schemas.topics import BATCHES, PROMPTS, ROLLOUTS, STEPS, WEIGHTS, topic
-from tests.integration.conftest import LocalStack
+from tests.integration.conftest import SMALL, LocalStack
 
 RECOVERY_S = 240.0  # nothing may need longer
 PAUSE_S = (2.0, 6.0)  # between a recovery and the next kill
 SILENCE_S = 15.0  # a stopped process counts as gone after it
-FLAGS = {
-    "generation.batch": 8, "generation.max_tokens": 50, "generation.max_model_len": 128, "generation.dtype": "float32",
-    "generation.kv_cache_mb": 32, "generation.max_restarts": 1000, "grouping.group_size": 4, "grouping.timeout_s": 60,
-    "packing.token_budget": 512, "training.batch": 32, "training.max_lag": 3, "training.lr": 1e-4, "training.dtype": "float32",
-    "training.checkpoint_every": 4, "weights.encoding": "delta", "weights.full_every": 6, "flink.checkpoint_interval_s": 2,
-    "flink.restart_attempts": 1000, "flink.silence_timeout_s": SILENCE_S,
+FLAGS = SMALL | {
+    "generation.max_restarts": 1000, "grouping.timeout_s": 60, "training.max_lag": 3, "training.lr": 1e-4, "training.checkpoint_every": 4,
+    "weights.encoding": "delta", "weights.full_every": 6, "flink.checkpoint_interval_s": 2, "flink.restart_attempts": 1000,
+    "flink.silence_timeout_s": SILENCE_S,
 }
 
 

@@ -8,6 +8,12 @@ from deploy.services import ports
 from deploy.stack import Stack
 from schemas.settings import Settings, StackSettings, load
 
+#: What makes a run small; a test adds what it is about.
+SMALL = {
+    "generation.batch": 8, "generation.max_tokens": 50, "generation.max_model_len": 128, "generation.dtype": "float32",
+    "generation.kv_cache_mb": 32, "grouping.group_size": 4, "packing.token_budget": 512, "training.batch": 32, "training.dtype": "float32",
+}
+
 
 def free_ports(count: int) -> list[int]:
     """Different ports nobody listens on; all are held until the last one is found."""

@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -28,15 +27,16 @@ from jobs.replay import replay, topics
 from jobs.run import Run, RunFailed, begun, say
 from operators.accounting import account_topics
 from operators.log import Writer, ensure_topics, producer, read
+from operators.waits import waits_of
 from schemas.record import encode, rows_of
 from schemas.records import Admission, Dead, Manifest, Prompt, Rollout, Sequence, Step, Weights
 from schemas.topics import ADMISSIONS, BATCHES, DEAD, OUTCOMES, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, topic
+from tests.chaos.driver import FIND
+from tests.integration.conftest import SMALL
 
 STEPS_TO_RUN = 12
-SMALL = {
-    "generation.batch": 8, "generation.max_tokens": 50, "generation.max_model_len": 128, "generation.dtype": "float32",
-    "generation.kv_cache_mb": 32, "grouping.group_size": 4, "packing.token_budget": 512, "training.batch": 32, "training.max_lag": 2,
-    "training.lr": 1e-3, "training.dtype": "float32", "training.checkpoint_every": 5, "training.ranks": 2, "training.kl_coef": 0.01,
+LOOP = SMALL | {
+    "training.max_lag": 2, "training.lr": 1e-3, "training.checkpoint_every": 5, "training.ranks": 2, "training.kl_coef": 0.01,
     "weights.keep": 100, "flink.checkpoint_interval_s": 2,
 }
 
@@ -47,7 +47,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def settings(stack, model, run_id: str, **flags):
-    return stack.settings(run_id, **({"model.path": str(model)} | SMALL | flags))
+    return stack.settings(run_id, **({"model.path": str(model)} | LOOP | flags))
 
 
 def records(s, name: str, cls) -> list:
@@ -250,6 +250,12 @@ def test_the_final_model_is_the_last_version(run):
         assert torch.equal(exported[name], tensor), name
 
 
+def test_nobody_waits_when_the_run_has_ended(run):
+    s, _ = run
+    assert waits_of(s) == []
+    assert waits_of(s.model_copy(update={"run": s.run.model_copy(update={"id": "never-begun"})})) is None
+
+
 def test_a_job_that_begins_again_reads_no_rollouts_of_resolved_groups(run):
     s, _ = run
     admitted = [a for a in records(s, ADMISSIONS, Admission) if a.kind == "group"]
@@ -260,23 +266,6 @@ def test_a_job_that_begins_again_reads_no_rollouts_of_resolved_groups(run):
             assert m.timestamp_ms / 1000 >= r.finished_at.timestamp() - 0.005, "where to begin is found by the time of writing"
     ensure_topics(s.kafka, "nothing")
     assert unresolved_since(s.kafka, "nothing") is None
-
-
-def workers(stack, of: str) -> list[psutil.Process]:
-    """Flink's Python workers by name: generate-0, preprocess-0, rank-0, rank-1, ..."""
-    found = []
-    for p in psutil.process_iter(["cmdline"]):
-        try:
-            if "beam_boot" in " ".join(p.info["cmdline"] or []) and p.name().startswith(of) and _ours(p, stack):
-                found.append(p)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            pass
-    return sorted(found, key=lambda p: p.name())
-
-
-def _ours(p: psutil.Process, stack) -> bool:
-    taskmanager = next(x.pid for x in stack.stack.status() if x.name == "taskmanager")
-    return taskmanager in [x.pid for x in p.parents()]
 
 
 def test_killed_workers_lose_nothing_and_train_nothing_twice(stack, model, run):
@@ -294,10 +283,10 @@ def test_killed_workers_lose_nothing_and_train_nothing_twice(stack, model, run):
 
         until("topics", lambda: begun(s), 200)
         until("step 3", lambda: trained() >= 3, 200)
-        workers(stack, "generate")[0].send_signal(signal.SIGKILL)
+        FIND["generate worker"](stack)[0].send_signal(signal.SIGKILL)
         killed.append(f"engine's worker at step {trained()}")
         until("step 7", lambda: trained() >= 7, 200)
-        workers(stack, "rank")[-1].send_signal(signal.SIGKILL)
+        max(FIND["rank"](stack), key=lambda p: p.name()).send_signal(signal.SIGKILL)
         killed.append(f"a rank at step {trained()}")
 
     ensure_topics(s.kafka, s.run.id)

@@ -9,6 +9,7 @@ from jobs.prompts import load_prompts
 from jobs.run import Run
 from operators.log import BrokerAway, BrokerRefuses, ensure_topics
 from schemas.settings import load
+from tests.integration.conftest import SMALL
 from tests.integration.secure_broker import OWNER, STRANGER, password, secure_broker
 
 
@@ -35,10 +36,8 @@ def test_whoever_has_no_rights_is_refused(broker, change, message):
 
 def test_a_run_over_tls_with_passwords(stack, broker, tmp_path):
     model = make_demo_model(tmp_path / "model", seed=0)
-    s = stack.settings("secure", **broker, **{
-        "model.path": str(model), "run.dir": str(tmp_path), "run.max_steps": 2, "generation.batch": 8, "generation.max_tokens": 50,
-        "generation.max_model_len": 128, "generation.dtype": "float32", "generation.kv_cache_mb": 32, "grouping.group_size": 4,
-        "packing.token_budget": 512, "training.batch": 32, "training.dtype": "float32", "reference.enabled": "false"})
+    s = stack.settings("secure", **broker, **SMALL, **{
+        "model.path": str(model), "run.dir": str(tmp_path), "run.max_steps": 2, "reference.enabled": "false"})
     made = Run(s).go(lambda s: load_prompts(s, "demo", size=200))
     assert made["steps"] == 2 and made["accounting_adds_up"]
     for file in [*tmp_path.rglob("*.json"), *tmp_path.rglob("*.log")]:
