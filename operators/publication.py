@@ -1,14 +1,16 @@
 """What rank 0 writes: versions on offer, steps and the outcome `trained`. The logs are its memory.
 
 Promises: a step's weights event, its record and the outcomes of its samples become visible together or not at all, after the bytes of
-the weights are complete and before a checkpoint counts; a step that is run again with the same result writes nothing; one with another
-result begins a new epoch and says no outcome twice. Needs no torch.
+the weights are complete and before a checkpoint counts; a step that is run again with the same result writes nothing, and the bytes on
+offer stay as they are while anybody may be reading them; one with another result begins a new epoch and says no outcome twice.
+Needs no torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from operators.checkpoint import BadCheckpoint
@@ -36,6 +38,10 @@ class Bytes(Protocol):
     digest: str
 
     def offer(self, epoch: int, version: int, run_id: str) -> Weights: ...
+
+    def discard(self) -> None: ...
+
+    def is_there(self, event: Weights) -> bool: ...
 
 
 class Publication:
@@ -72,11 +78,23 @@ class Publication:
     def keep(self, checkpoints: Iterable[int]) -> set[int]:
         """The versions whose bytes are still needed: the newest ones on offer, the current one, those of checkpoints, and their bases."""
         needed = {*sorted(self.line)[-self.settings.weights.keep:], *checkpoints, *([self.current.version] if self.current else ())}
-        for version in list(needed):
-            while (event := self.line.get(version)) is not None and event.base_version is not None:
-                version = event.base_version
-                needed.add(version)
-        return needed
+        return needed.union(*({event.version for event in self._chain(version)} for version in needed))
+
+    def _chain(self, version: int | None) -> Iterator[Weights]:
+        """The event of a version, that of its base, and so on to a full one."""
+        while version is not None and (event := self.line.get(version)) is not None:
+            yield event
+            version = event.base_version
+
+    def _stands(self, event: Weights, staged: Bytes) -> bool:
+        """Whether an event on offer can be used: its bytes are there, and those of the bases that its delta names.
+
+        Then no others are put in their place, be they of the same weights: a delta made again may name another event of its base, and
+        who has heard the old event, or has a delta that names it, would find what he does not expect.
+        """
+        chain = list(self._chain(event.version))
+        return chain[-1].base_version is None and all(staged.is_there(e) for e in chain) and all(
+            base.offered_at <= e.offered_at for e, base in itertools.pairwise(chain))  # else the base was said again since
 
     def _write(self, version: int, staged: Bytes, metrics: dict[str, float], manifest: Manifest | None,
                checkpoint_uri: str | None) -> Weights:
@@ -87,10 +105,11 @@ class Publication:
             log.warning(f"version {version} was made again with other bytes ({held.digest[:12]} -> {staged.digest[:12]}): "
                   f"epoch {self.epoch} begins")
             held = None
-        event = staged.offer(held.epoch if held else self.epoch, version, run)
-        if held is not None and (held.uri, held.bytes) == (event.uri, event.bytes):
-            event, records = held, []  # the event stands; its bytes have been put back, should they have gone
+        if held is not None and self._stands(held, staged):
+            staged.discard()
+            event, records = held, []
         else:
+            event = staged.offer(held.epoch if held else self.epoch, version, run)
             self._adopt(event)
             records = [(self._topics[WEIGHTS], None, encode([event]))]
         if self.recorded.get(version) != event.digest:

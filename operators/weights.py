@@ -76,6 +76,17 @@ class Staged:
         """Remove the bytes: the version is on offer already."""
         os.unlink(self.path)
 
+    @staticmethod
+    def is_there(event: Weights) -> bool:
+        """Whether the file of an event on offer is there, with all its bytes."""
+        try:
+            if "://" in event.uri:
+                fs, remote = _remote(event.uri)
+                return fs.size(remote) == event.bytes
+            return os.path.getsize(event.uri) == event.bytes
+        except OSError:
+            return False
+
 
 def specs(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, Spec]:
     """Floating-point tensors are published in `dtype`, others as they are."""

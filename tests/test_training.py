@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -46,13 +47,23 @@ class FakeLog:
 
 
 class FakeStaged:
-    def __init__(self, digest, base_version=None, size=1):
-        self.digest, self.base_version, self.size = digest, base_version, size
+    """So many bytes, for a file in `folder`."""
+
+    def __init__(self, folder, digest, base_version=None, size=1):
+        self.folder, self.digest, self.base_version, self.size = folder, digest, base_version, size
 
     def offer(self, epoch, version, run_id):
         encoding = "full" if self.base_version is None else "delta"
-        return Weights(run_id=run_id, epoch=epoch, version=version, digest=self.digest, uri=f"/w/{epoch}.{version}.{encoding}",
-                       encoding=encoding, base_version=self.base_version, bytes=self.size, dtype="float32", offered_at=now())
+        path = self.folder / f"{epoch}.{version}.{encoding}"
+        path.write_bytes(bytes(self.size))
+        return Weights(run_id=run_id, epoch=epoch, version=version, digest=self.digest, uri=str(path), encoding=encoding,
+                       base_version=self.base_version, bytes=self.size, dtype="float32", offered_at=now())
+
+    def discard(self):
+        pass
+
+    def is_there(self, event):
+        return Path(event.uri).exists() and Path(event.uri).stat().st_size == event.bytes
 
 
 class FakeTrainer:
@@ -77,7 +88,7 @@ class FakeTrainer:
         return {"loss": 1.0}
 
     def stage_weights(self, base=None):
-        return FakeStaged(self.digest())
+        return FakeStaged(self.checkpoints, self.digest())
 
     def due(self):
         return self.version % 2 == 0
@@ -153,22 +164,40 @@ def published(tmp_path, log, *staged):
 
 
 def test_the_bases_of_deltas_that_are_needed_are_kept(tmp_path):
-    p = published(tmp_path, FakeLog(), FakeStaged("0"), *(FakeStaged(str(v), v - 1 if v % 5 else None) for v in range(1, 14)))
+    p = published(tmp_path, FakeLog(), FakeStaged(tmp_path, "0"), *(FakeStaged(tmp_path, str(v), v - 1 if v % 5 else None) for v in range(1, 14)))
     assert p.settings.weights.keep == 4
     assert p.keep([]) == {10, 11, 12, 13}, "10 is full"
     assert p.keep([7]) == {5, 6, 7, 10, 11, 12, 13}
 
 
-def test_a_version_whose_bytes_changed_their_form_is_said_again(tmp_path):
-    """Taken up from a checkpoint, the first version is full though it was a delta; and a delta may have another length."""
+def sizes(folder):
+    return {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()}
+
+
+def test_the_bytes_of_a_version_on_offer_are_never_written_again(tmp_path):
+    """Taken up from a checkpoint, the first version is full though it was a delta, and the delta to it names another base: whoever has
+    heard the old event, or holds a delta that names it, must still find what it says."""
     log = FakeLog()
-    published(tmp_path, log, FakeStaged("0"), FakeStaged("1", 0), FakeStaged("2", 1, size=50))
+    published(tmp_path, log, FakeStaged(tmp_path, "0"), FakeStaged(tmp_path, "1", 0), FakeStaged(tmp_path, "2", 1, 50))
+    before, said = sizes(tmp_path), log.rows(Weights, "weights")
     p = Publication(batches.settings("m", tmp_path), log)
-    p.start(1, FakeStaged("1"), "1")
-    p.trained(batches.step(2, 1)[0], FakeStaged("2", 1, size=51), {}, None)
-    p.trained(batches.step(2, 1)[0], FakeStaged("2", 1, size=51), {}, None)
-    said = [(w.version, w.encoding, w.bytes, w.epoch) for w in log.rows(Weights, "weights")]
-    assert said == [(0, "full", 1, 0), (1, "delta", 1, 0), (2, "delta", 50, 0), (1, "full", 1, 0), (2, "delta", 51, 0)]
+    p.start(1, FakeStaged(tmp_path, "1"), "1")
+    assert p.trained(batches.step(2, 1)[0], FakeStaged(tmp_path, "2", 1, 51), {}, None) == said[2]
+    assert sizes(tmp_path) == before and log.rows(Weights, "weights") == said
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_version_whose_bytes_are_gone_is_said_again(tmp_path, lost):
+    """Its own, or those of its base."""
+    log = FakeLog()
+    published(tmp_path, log, FakeStaged(tmp_path, "0"), FakeStaged(tmp_path, "1", 0), FakeStaged(tmp_path, "2", 1, 50))
+    (tmp_path / f"0.{lost}.delta").unlink()
+    p = Publication(batches.settings("m", tmp_path), log)
+    p.start(1, FakeStaged(tmp_path, "1"), "1")
+    p.trained(batches.step(2, 1)[0], FakeStaged(tmp_path, "2", 1, 51), {}, None)
+    p.trained(batches.step(2, 1)[0], FakeStaged(tmp_path, "2", 1, 52), {}, None)
+    said = [(w.version, w.encoding, w.bytes, w.epoch) for w in log.rows(Weights, "weights")[3:]]
+    assert said == {1: [(1, "full", 1, 0), (2, "delta", 51, 0)], 2: [(2, "delta", 51, 0)]}[lost]
     assert len(log.rows(StepRecord, "steps")) == 3, "a step is on record once"
 
 
@@ -281,7 +310,7 @@ def test_control_wakes_and_other_records_are_refused(tmp_path):
     rank = make_rank(tmp_path)
     rank.take(encode([Control(run_id="run", kind="start", at=now())]))
     with pytest.raises(BadRecord, match="expected a micro-batch, a manifest or a control record, found 'weights'"):
-        rank.take(encode([FakeStaged("d").offer(0, 1, "run")]))
+        rank.take(encode([FakeStaged(tmp_path, "d").offer(0, 1, "run")]))
 
 
 def test_bytes_are_kept_for_checkpoints_and_the_newest_versions(tmp_path):

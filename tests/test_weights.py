@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 
@@ -64,6 +65,14 @@ def test_missing_and_short_files_are_refused(tmp_path):
     os.unlink(event.uri)
     with pytest.raises(BadWeights, match="cannot be read"):
         weights.fetch(event)
+
+
+def test_bytes_that_are_gone_or_cut_short_are_not_there(folder):
+    event = publish(folder)
+    assert weights.Staged.is_there(event)
+    assert not weights.Staged.is_there(dataclasses.replace(event, bytes=event.bytes + 1))
+    weights.prune(folder, set())
+    assert not weights.Staged.is_there(event)
 
 
 def test_nothing_is_visible_before_it_is_offered(tmp_path):

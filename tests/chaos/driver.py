@@ -25,6 +25,7 @@ from jobs.prompts import load_prompts
 from jobs.run import Run, every_message, say
 from operators.accounting import account_topics
 from operators.log import consumer, ends, ensure_topics
+from operators.waits import table, waits_of
 from schemas.record import read, rows_of
 from schemas.records import Manifest, Rollout, Step, Weights
 from schemas.settings import Settings
@@ -189,7 +190,9 @@ class Newest:
             if now is not None and now[0] >= start[0] + rollouts and now[1] >= start[1] + steps:
                 return
             if time.monotonic() > end:
-                raise NotRecovered(f"{why}: not within {RECOVERY_S:.0f} s; rollouts and steps were {start}, are {now}")
+                found = waits_of(self._settings) if now is not None else None
+                raise NotRecovered(f"{why}: not within {RECOVERY_S:.0f} s; rollouts and steps were {start}, are {now}\n"
+                                   f"{table(found) if found is not None else 'the broker is away'}")
             time.sleep(0.3)
 
     def close(self) -> None:
