@@ -12,13 +12,12 @@ if __package__ in (None, ""):  # run as a file: `flink run -py jobs/preprocess.p
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import zlib
 from datetime import datetime, timedelta
 
 from pyflink.common import Row, Types
 from pyflink.datastream import StreamExecutionEnvironment
 
-from jobs.streams import gated, keyed_bytes, run_job, sink, source
+from jobs.streams import dealt, gated, keyed_bytes, run_job, sink, source
 from operators.accounting import unresolved
 from operators.log import read as log_read
 from operators.offload import slot_keys
@@ -45,10 +44,10 @@ def unresolved_since(kafka: KafkaSettings, run_id: str) -> datetime | None:
 def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
     env.enable_checkpointing(int(settings.flink.checkpoint_interval_s * 1000))
     octets = Types.PRIMITIVE_ARRAY(Types.BYTE())
-    reward_slots, reference_slots = slot_keys(max(4, settings.reward.parallelism)), slot_keys(max(4, settings.reference.parallelism))
+    control = gated(env, settings, "sequencer", CONTROL, Control)
+    rollouts = source(env, settings, ROLLOUTS, unresolved_since(settings.kafka, settings.run.id))
     scored = (
-        source(env, settings, ROLLOUTS, unresolved_since(settings.kafka, settings.run.id))
-        .key_by(lambda value: reward_slots[zlib.crc32(value) % len(reward_slots)], Types.INT())
+        dealt(rollouts, control, slot_keys(max(4, settings.reward.parallelism)), "reward")
         .process(reward(settings), output_type=octets)
         .name("reward").uid("reward").set_parallelism(settings.reward.parallelism)
     )
@@ -56,14 +55,14 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
         from operators.reference import reference
 
         scored = (
-            scored.key_by(lambda value: reference_slots[zlib.crc32(value) % len(reference_slots)], Types.INT())
+            dealt(scored, control, slot_keys(max(4, settings.reference.parallelism)), "reference")
             .process(reference(settings), output_type=octets)
             .name("reference").uid("reference").set_parallelism(settings.reference.parallelism)
         )
     sink(scored.map(_with_key, output_type=keyed_bytes()).name("key").uid("key"), settings, SCORED)
-    ledgers = [gated(env, settings, "sequencer", name, cls) for name, cls in ((ADMISSIONS, Admission), (STEPS, Step), (CONTROL, Control))]
+    ledgers = [gated(env, settings, "sequencer", name, cls) for name, cls in ((ADMISSIONS, Admission), (STEPS, Step))]
     (
-        scored.union(*ledgers)
+        scored.union(*ledgers, control)
         .key_by(lambda _: 0, Types.INT())
         .process(SequencerFunction(settings), output_type=octets)
         .name("sequencer").uid("sequencer").set_parallelism(1).set_max_parallelism(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from pyflink.common import Configuration, Row, Types, WatermarkStrategy
 from pyflink.common.serialization import ByteArraySchema, RowFieldExtractorSchema
-from pyflink.datastream import DataStream, StreamExecutionEnvironment
+from pyflink.datastream import DataStream, KeyedStream, StreamExecutionEnvironment
 from pyflink.datastream.connectors.base import DeliveryGuarantee
 from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaRecordSerializationSchema, KafkaSink, KafkaSource
 from pyflink.datastream.functions import FlatMapFunction
@@ -136,6 +137,16 @@ def through(stream: DataStream, gate: Gate, output_type) -> DataStream:
     return stream.flat_map(gate, output_type=output_type).name(label).uid(label)
 
 
+def dealt(stream: DataStream, control: DataStream, slots: list[int], name: str) -> KeyedStream:
+    """Messages as rows (slot, message), keyed by the slot, for `operators.offload`; each control record is an empty one to every slot,
+    so that what a restored slot holds is taken up again."""
+    rows = Types.ROW([Types.INT(), Types.PRIMITIVE_ARRAY(Types.BYTE())])
+    messages = stream.map(lambda value: Row(slots[zlib.crc32(value) % len(slots)], value), output_type=rows)
+    wakes = control.flat_map(lambda _: [Row(slot, b"") for slot in slots], output_type=rows)
+    return (messages.name(f"{name}-deal").uid(f"{name}-deal").union(wakes.name(f"{name}-wake").uid(f"{name}-wake"))
+            .key_by(lambda row: row[0], Types.INT()))
+
+
 def sink(stream: DataStream, settings: Settings, name: str) -> None:
     """Rows of (key, value) to one of the run's topics, at least once."""
     builder = KafkaSink.builder().set_bootstrap_servers(settings.kafka.bootstrap).set_record_serializer(
@@ -150,7 +161,3 @@ def sink(stream: DataStream, settings: Settings, name: str) -> None:
 def keyed_bytes():
     """Type of what `sink` takes. Made anew each time: a type as a module global cannot be pickled."""
     return Types.ROW([Types.PRIMITIVE_ARRAY(Types.BYTE()), Types.PRIMITIVE_ARRAY(Types.BYTE())])
-
-
-def value_of(row: Row) -> bytes:
-    return bytes(row[1])

@@ -291,12 +291,8 @@ class AckWriter:
 
 def generation(settings: Settings) -> Offload:
     """The operator. Takes rows (slot key, dispatch), keyed by the slot; gives rows (group id, rollout) as bytes."""
-    return Offload(functools.partial(make_service, settings), tick_ms=settings.flink.tick_ms, value_of=_dispatch, name="generate",
+    return Offload(functools.partial(make_service, settings), tick_ms=settings.flink.tick_ms, name="generate",
                    silence_s=settings.flink.silence_timeout_s)
-
-
-def _dispatch(row: Row) -> bytes:
-    return bytes(row[1])
 
 
 def make_service(settings: Settings, runtime: Runtime) -> EngineService:

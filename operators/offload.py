@@ -1,8 +1,13 @@
 """The thin Flink function around a service in a child process: generation, reward and reference share it.
 
-Promises: a record that came in is answered, or lies in the keyed state and is submitted again after a restore; an answer leaves the state
-of the key its record came with, and no other; nothing blocks Flink's thread. Records wait in `MapState[ident -> record]`, answers are
-drained by processing-time timers. It does not know what a record or an answer is: that is the service's business.
+Promises: a record that came in is answered, or lies in the keyed state of its slot and is submitted again when that slot is next seen
+after a restore; an answer leaves the state of the slot its record came with, and no other; nothing blocks Flink's thread. Records wait in
+`MapState[ident -> record]`, answers are drained by processing-time timers. It does not know what a record or an answer is: that is the
+service's business.
+
+A slot is seen when a record or a timer of it comes. Timers registered in the bundle that a checkpoint ends are not in that checkpoint
+(PyFlink registers them behind it), so that a restored slot may have none: whoever feeds this function sends each slot an empty record now
+and then while nothing moves (`operators.training.Waker`).
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pyflink.common import Types
+from pyflink.common import Row, Types
 from pyflink.datastream.functions import KeyedProcessFunction, RuntimeContext
 from pyflink.datastream.state import MapStateDescriptor
 
@@ -54,22 +59,20 @@ class Service(Protocol):
 
 
 class Offload(KeyedProcessFunction):
-    """Hand each record to a service and emit what it makes of it; records are keyed by a slot of `slot_keys`.
+    """Hand each record to a service and emit what it makes of it. Takes rows (slot of `slot_keys`, record), keyed by the slot.
 
     Not for work that takes less than a tick: it costs a state write, a state removal and a share of a timer a record.
 
-        stream.key_by(slot, Types.INT()).process(Offload(make_service), output_type)
+        stream.key_by(lambda row: row[0], Types.INT()).process(Offload(make_service), output_type)
 
-    `make(runtime)` makes the service in the worker; `value_of(element)` are the record's bytes; `tick_ms` is how often answers are
-    looked for, up to four times as long while there are none. An element's outputs are yielded exactly once an incarnation; after a
-    restore a record can be answered again. An element without bytes only wakes the subtask: Flink opens a Python function at its first
-    element, and a service may need long to start. `name` and the subtask name the worker's process;
-    `silence_s` is for `operators.lifeline`.
+    `make(runtime)` makes the service in the worker; `tick_ms` is how often answers are looked for, up to four times as long while there
+    are none. A record's outputs are yielded exactly once an incarnation; after a restore a record can be answered again. An empty
+    record only wakes the slot: Flink opens a Python function at its first element, and a service may need long to start. `name` and the
+    subtask name the worker's process; `silence_s` is for `operators.lifeline`.
     """
 
-    def __init__(self, make: Callable[[Runtime], Service], *, tick_ms: int = 20, value_of: Callable[[Any], bytes] = bytes,
-                 name: str | None = None, silence_s: float = 300.0):
-        self._make, self._tick_ms, self._value_of, self._name, self._silence_s = make, tick_ms, value_of, name, silence_s
+    def __init__(self, make: Callable[[Runtime], Service], *, tick_ms: int = 20, name: str | None = None, silence_s: float = 300.0):
+        self._make, self._tick_ms, self._name, self._silence_s = make, tick_ms, name, silence_s
 
     def open(self, context: RuntimeContext) -> None:
         die_with_parent(self._name and f"{self._name}-{context.get_index_of_this_subtask()}", self._silence_s)
@@ -92,11 +95,11 @@ class Offload(KeyedProcessFunction):
         if (service := getattr(self, "_service", None)) is not None:
             service.close()
 
-    def process_element(self, value: Any, ctx: KeyedProcessFunction.Context) -> None:
+    def process_element(self, value: Row, ctx: KeyedProcessFunction.Context) -> None:
         key = ctx.get_current_key()
         self._take_up(key)
         self._service.poll()
-        if not (record := bytes(self._value_of(value))):
+        if not (record := bytes(value[1])):
             if self._held[key]:
                 self._arm(key, ctx)
             return
@@ -155,8 +158,7 @@ class Offload(KeyedProcessFunction):
         if self._near.get(key) != near:  # each registration is a message to the JVM
             self._near[key] = near
             timers.register_processing_time_timer(near)
-        # Timers registered in the bundle that a checkpoint flushes can be missing after a restore. One at least a second
-        # ahead was registered in an earlier bundle and is not.
+        # One at least a second ahead was most likely registered in an earlier bundle than the one that a checkpoint ends.
         far = (now // 1000 + 2) * 1000
         if self._far.get(key) != far:
             self._far[key] = far

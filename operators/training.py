@@ -22,11 +22,12 @@ from pyflink.datastream.functions import ProcessFunction, RuntimeContext
 
 from operators import checkpoint
 from operators.lifeline import die_with_parent
-from operators.log import OwnedLog
+from operators.log import BrokerAway, OwnedLog, Writer
 from operators.publication import Publication
-from schemas.record import BadRecord, decode, name_of, read
-from schemas.records import Control, Manifest, Sequence, Weights
+from schemas.record import BadRecord, decode, encode, name_of, read
+from schemas.records import Control, Manifest, Sequence, Weights, now
 from schemas.settings import Settings
+from schemas.topics import CONTROL, topic
 
 STALLED = 70  # exit status
 
@@ -165,6 +166,45 @@ class Rank:
             self.trainer.prune_weights(self.publication.keep(m.version for _, m in checkpoint.markers(self.trainer.checkpoints)))
 
 
+class Waker:
+    """Says `wake` on `control` while nothing comes to be trained: after FIRST_S, then less and less often.
+
+    The sequencer, admission and the services sleep until a record or a timer comes, and PyFlink's checkpoints lack the timers of the
+    bundle they end. A job that was restored from such a one with all its records behind it would wait for training, and training for
+    it. The train job takes no checkpoints: it always begins by reading, and so it is the one to wake the others.
+    """
+
+    FIRST_S, LAST_S = 10.0, 60.0
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._moved, self._closing = threading.Event(), False
+        self.thread = threading.Thread(target=self._run, name="waker", daemon=True)
+        self.thread.start()
+
+    def moved(self) -> None:
+        """Something came."""
+        self._moved.set()
+
+    def close(self) -> None:
+        self._closing = True
+        self._moved.set()
+
+    def _run(self) -> None:
+        pause, waited = self.FIRST_S, 0.0
+        while not self._closing:
+            if self._moved.wait(pause):
+                self._moved.clear()
+                pause, waited = self.FIRST_S, 0.0
+                continue
+            waited += pause
+            pause = min(2 * pause, self.LAST_S)
+            try:
+                self._say(f"nothing came to be trained for {waited:g} s")
+            except BrokerAway as e:
+                log.warning(f"rank 0 cannot wake the other jobs: {e}")
+
+
 class RankFunction(ProcessFunction):
     """One rank a subtask: rows whose last field is a message of `batches` or `control`, those for this rank.
 
@@ -181,6 +221,7 @@ class RankFunction(ProcessFunction):
         self._rank: Rank | None = None
         self._log: OwnedLog | None = None
         self._listener: Listener | None = None
+        self._waker: Waker | None = None
         group = runtime_context.get_metrics_group().add_group("trainer")
         group.gauge("version", lambda: self._rank.trainer.version if self._rank else -1)
         group.gauge("micro_batches_buffered", lambda: len(self._rank.buffered) if self._rank else 0)
@@ -189,6 +230,10 @@ class RankFunction(ProcessFunction):
         if self._rank is None:
             self._rank = self._begin()
         self._rank.take(bytes(value[-1]))
+        if self._waker is not None:
+            self._waker.moved()
+            if self._rank.ended:
+                self._waker.close()
         return iter(())
 
     def close(self) -> None:
@@ -196,6 +241,9 @@ class RankFunction(ProcessFunction):
             return
         from operators.rendezvous import leave
 
+        if self._waker is not None:
+            self._waker.close()
+            self._writer.close()
         if self._listener is not None:
             self._listener.close()
         if self._log is not None:
@@ -231,4 +279,11 @@ class RankFunction(ProcessFunction):
                 self._listener = self._make_listener()
         made = Rank(s, trainer, rank, world, publication=publication, listener=self._listener)
         made.start()
+        if rank == 0:
+            self._writer = Writer(s.kafka)
+            self._waker = Waker(self._wake)
         return made
+
+    def _wake(self, reason: str) -> None:
+        run = self.settings.run.id
+        self._writer.write(topic(run, CONTROL), encode([Control(run_id=run, kind="wake", reason=reason, at=now())]))

@@ -236,10 +236,10 @@ class Step:
 
 @record("control", "1.0")
 class Control:
-    """Reaches all jobs: start wakes them, end_of_prompts says that no prompt follows, stop ends the run early."""
+    """Reaches all jobs: start and wake wake them, end_of_prompts says that no prompt follows, stop ends the run early."""
 
     run_id: str = col(STR, "the run")
-    kind: str = col(WORD, "start, end_of_prompts or stop")
+    kind: str = col(WORD, "start (a job was submitted), wake (nothing moves), end_of_prompts or stop")
     reason: str | None = col(STR, "why", nullable=True)
     at: datetime = col(TIME, "when")
 

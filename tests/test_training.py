@@ -1,5 +1,6 @@
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -12,11 +13,11 @@ import torch
 
 from operators import checkpoint, rendezvous, weights
 from operators.checkpoint import BadCheckpoint
-from operators.log import Message
+from operators.log import BrokerAway, Message
 from operators.publication import Publication
 from operators.rendezvous import RanksAbsent
 from operators.trainer import NotFinite, Trainer, learning_rate
-from operators.training import STALLED, MissingBatches, Rank, limit
+from operators.training import STALLED, MissingBatches, Rank, Waker, limit
 from schemas.record import BadRecord, decode, encode
 from schemas.records import Control, Outcome, Weights, now
 from schemas.records import Step as StepRecord
@@ -362,6 +363,33 @@ def test_absent_ranks_are_named(tmp_path):
     assert "ranks 1, 2 did not come" in str(out[0])
     meet(tmp_path / "other.json", 1, 2, out, 0.2)
     assert "rank 0 did not come" in str(out[1])
+
+
+def test_the_other_jobs_are_woken_less_and_less_often_and_a_broker_that_is_away_is_no_end():
+    class Quick(Waker):
+        FIRST_S, LAST_S = 0.01, 0.02
+
+    said: queue.Queue[str] = queue.Queue()
+
+    def say(reason):
+        said.put(reason)
+        raise BrokerAway("no broker")
+
+    waker = Quick(say)
+    assert [said.get(timeout=10).split()[-2] for _ in range(3)] == ["0.01", "0.03", "0.05"]
+    waker.close()
+
+
+def test_nobody_is_woken_while_batches_come():
+    class Slow(Waker):
+        FIRST_S = 30.0
+
+    said = []
+    waker = Slow(said.append)
+    waker.moved()
+    waker.close()
+    waker.thread.join(10)
+    assert not waker.thread.is_alive() and said == []
 
 
 # Learning rate ---------------------------------------------------------------------------------------------------------------------
