@@ -110,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     made["eval"].add_argument("--right", type=float, default=1.0, help="reward from which on an answer counts as right")
     made["eval"].add_argument("--to", type=Path, metavar="FILE", help="keep the graded rollouts, .parquet")
     made["run"].add_argument("--prompts", metavar="SOURCE", help="load these first; a JSONL or Parquet file, or reasoning_gym:NAME")
+    made["run"].add_argument("--held-out", metavar="SOURCE", help="prompts of evaluation (evaluation.every), read like those of "
+                             "--prompts; a procedural task gives others than there")
+    made["run"].add_argument("--held-out-limit", type=int, metavar="N", help="no more of them than this; of a procedural task 64")
     made["run"].add_argument("--dry-run", action="store_true", help="print the resolved topology and end")
     made["run"].add_argument("--stream", action="store_true", help="prompts go on arriving: do not end with those that are there")
     made["run"].add_argument("--resume", action="store_true", help="go on with a run whose topics exist")
@@ -119,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     made["submit"].add_argument("--from-checkpoint", metavar="PATH", help="Flink checkpoint or savepoint to start from")
     made["prompts"].add_argument("action", choices=("load",))
     made["prompts"].add_argument("source", metavar="SOURCE")
+    made["prompts"].add_argument("--held-out", action="store_true", help="never to be trained on: for rounds of evaluation")
     made["replay"].add_argument("topic", metavar="TOPIC", help="name without the run's prefix, or whole")
     made["replay"].add_argument("--to", type=Path, required=True, metavar="FILE", help=".parquet or .arrow")
     made["dead"].add_argument("action", choices=("list", "show", "retry"))
@@ -155,9 +159,20 @@ def _source_options(args: argparse.Namespace) -> dict:
 
 
 def _loader(source: str, args: argparse.Namespace):
-    from jobs.prompts import load_prompts
+    """What loads the prompts of a source; those of `run --held-out` before them."""
+    from jobs.prompts import held_out_options, load_prompts
 
-    return lambda settings: load_prompts(settings, source, passes=args.passes, **_source_options(args))
+    options = _source_options(args)
+
+    def load_all(settings: Settings):
+        if args.command == "prompts":
+            return load_prompts(settings, source, passes=args.passes, held_out=args.held_out, **options)
+        if args.held_out:
+            of_them = held_out_options(args.held_out, args.held_out_limit, args.prompt_seed)
+            load_prompts(settings, args.held_out, held_out=True, **options | of_them)
+        return load_prompts(settings, source, passes=args.passes, **options)
+
+    return load_all
 
 
 def topology(settings: Settings) -> str:
@@ -179,6 +194,8 @@ def topology(settings: Settings) -> str:
         f"one sequencer, {s.packing.pipeline_depth} step(s) ahead",
         f"  train       {t.ranks} rank(s), ZeRO {t.zero_stage}, {t.dtype}, B = {t.batch}, loss {t.loss.kind}, "
         f"checkpoint every {t.checkpoint_every} steps",
+        *([f"  evaluation  every {s.evaluation.every} versions, {s.evaluation.samples} sample(s) a held-out prompt"
+           + (", greedy" if s.evaluation.greedy else "")] if s.evaluation.every else []),
         f"  ends        {'after step ' + str(s.run.max_steps) if s.run.max_steps else 'with the prompts'}",
     ])
 
@@ -207,6 +224,8 @@ def _run(settings: Settings, args: argparse.Namespace) -> int:
         print(topology(settings))
         return 0
     _require_model(Path(settings.model.path), f"model.path {settings.model.path!r}")
+    if args.held_out is not None and settings.evaluation.every is None:
+        raise BadSettings("--held-out SOURCE does nothing without --evaluation.every N, the versions from one round to the next")
     from jobs.run import Run, RunFailed, begun
 
     print(topology(settings))

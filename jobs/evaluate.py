@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from operators.evaluation import Figures, figures
 from operators.rollouts import Rollouts, label, tokenizer_digest
 from schemas.record import encode, read
 from schemas.records import Dispatch, Prompt, Rollout, now
@@ -26,46 +26,14 @@ from schemas.settings import BadSettings, Settings
 
 
 @dataclass(frozen=True)
-class Score:
-    """What came out. Errors are standard errors of the mean over prompts."""
+class Score(Figures):
+    """What came out."""
 
-    prompts: int
-    samples: int  # a prompt
     temperature: float  # 0: greedy
-    reward: float
-    reward_error: float
-    pass_at: dict[int, float]  # k -> pass@k
-    pass_at_1_error: float
     truncated: float  # share of the samples that reached max_tokens
-    ungraded: int  # samples without a reward: grader failed, prompt refused
     tokens: int
     seconds: float
     policy_version: int | None  # of a model that a run made
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k out of n samples, c of them right, is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
-
-    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 4), pass_at_k(4, 0, 2)
-    (0.25, 1.0, 0.0)
-    """
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def score(rewards: Sequence[Sequence[float | None]], right: float, **more) -> Score:
-    """rewards: of each prompt, of each of its samples; None where there is none. A sample is right with a reward of `right` or more."""
-    n = len(rewards[0])
-    means = [sum(r or 0.0 for r in of) / n for of in rewards]
-    correct = [sum(r is not None and r >= right for r in of) for of in rewards]
-    ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= n} | {n})
-    passed = {k: sum(pass_at_k(n, c, k) for c in correct) / len(rewards) for k in ks}
-    return Score(prompts=len(rewards), samples=n, reward=sum(means) / len(means), reward_error=_error(means), pass_at=passed,
-                 pass_at_1_error=_error([c / n for c in correct]), ungraded=sum(r is None for of in rewards for r in of), **more)
-
-
-def _error(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1) / len(values))
 
 
 def evaluate(settings: Settings, prompts: Sequence[Prompt], *, samples: int = 1, greedy: bool = False, right: float = 1.0,
@@ -86,7 +54,7 @@ def evaluate(settings: Settings, prompts: Sequence[Prompt], *, samples: int = 1,
     from operators.vllm_engine import VLLMEngine  # importing vLLM takes seconds
 
     g = settings.generation
-    engine = VLLMEngine(g, settings.model.path, trust_remote_code=settings.model.trust_remote_code, seed=settings.run.seed, greedy=greedy)
+    engine = VLLMEngine(g, settings.model.path, trust_remote_code=settings.model.trust_remote_code, seed=settings.run.seed)
     made = _made_by(Path(settings.model.path))
     name = label(0, made.get("version", 0))
     engine.set_label(name)
@@ -96,7 +64,7 @@ def evaluate(settings: Settings, prompts: Sequence[Prompt], *, samples: int = 1,
     service = RewardService(settings.reward, lambda cause, *_: say(f"not graded: {cause}"))
     began = time.monotonic()
     with contextlib.closing(service):
-        tables = _sample_and_grade(engine, rollouts, service, prompts, samples, g.batch, digests, say)
+        tables = _sample_and_grade(engine, rollouts, service, prompts, samples, greedy, g.batch, digests, say)
     rewards: list[list[float | None]] = [[None] * samples for _ in prompts]
     truncated = tokens = 0
     for (prompt, sample), t in tables.items():
@@ -105,12 +73,12 @@ def evaluate(settings: Settings, prompts: Sequence[Prompt], *, samples: int = 1,
         tokens += len(t.column("token_ids")[0]) - t.column("prompt_length")[0].as_py()
     if to is not None:
         _keep([tables[key] for key in sorted(tables)], to)
-    return score(rewards, right, temperature=0.0 if greedy else g.temperature, truncated=truncated / len(tables), tokens=tokens,
-                 seconds=time.monotonic() - began, policy_version=made.get("version"))
+    return Score(**vars(figures(rewards, right)), temperature=0.0 if greedy else g.temperature, truncated=truncated / len(tables),
+                 tokens=tokens, seconds=time.monotonic() - began, policy_version=made.get("version"))
 
 
-def _sample_and_grade(engine, rollouts: Rollouts, service, prompts: Sequence[Prompt], samples: int, capacity: int, digests: dict[str, str],
-                      say) -> dict[tuple[int, int], pa.Table]:
+def _sample_and_grade(engine, rollouts: Rollouts, service, prompts: Sequence[Prompt], samples: int, greedy: bool, capacity: int,
+                      digests: dict[str, str], say) -> dict[tuple[int, int], pa.Table]:
     """(prompt, sample) -> the graded rollout. `capacity` are in the engine at once; a slot that frees is taken before the next step."""
     waiting = collections.deque((p, s) for p in range(len(prompts)) for s in range(samples))
     in_flight, out, total = {}, {}, len(waiting)
@@ -122,10 +90,10 @@ def _sample_and_grade(engine, rollouts: Rollouts, service, prompts: Sequence[Pro
             ident = f"{p}-{s}"
             request = rollouts.request(ident, 0, encode([Dispatch(
                 admission=p, group_id=prompts[p].group_id, sample_index=s, group_size=samples, attempt=0, min_version=0, policy_version=0,
-                prompt=encode([prompts[p]]), dispatched_at=now())]))
+                prompt=encode([prompts[p]]), dispatched_at=now(), greedy=greedy or None)]))
             if request.refusal is None:
                 try:
-                    engine.add(ident, request.prompt_ids, request.max_tokens, None)
+                    engine.add(ident, request.prompt_ids, request.max_tokens, None, greedy)
                 except ValueError as e:
                     request.refusal = "error", f"the engine does not take the prompt: {e}"
             if request.refusal is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from schemas.records import Ack, Dead, Manifest, Step
+from operators.evaluation import Curve
+from schemas.records import Ack, Dead, Evaluation, Manifest, Step
 
 
 @dataclass
@@ -25,8 +26,9 @@ class Progress:
     applied: set[tuple[str, int, int]] = field(default_factory=set)  # (generator, epoch, version)
     failed: list[Ack] = field(default_factory=list)
     dead: list[Dead] = field(default_factory=list)
+    curve: Curve = field(default_factory=lambda: Curve(1.0))  # of held-out prompts
 
-    def feed(self, record: Step | Ack | Manifest | Dead) -> None:
+    def feed(self, record: Step | Ack | Manifest | Dead | Evaluation) -> None:
         self.last_event = time.monotonic()
         if isinstance(record, Step):
             self.epoch, self.version = record.epoch, record.version_out
@@ -44,6 +46,8 @@ class Progress:
                 self.ended = True
             else:
                 self.formed = max(self.formed, record.step)
+        elif isinstance(record, Evaluation):
+            self.curve.feed([record])
         else:
             self.dead.append(record)
 
@@ -70,9 +74,12 @@ class Progress:
         recent = [r for r in recent if r is not None]
         held = sorted({a.version for a in self.acks.values()})
         of = f"/{self.max_steps}" if self.max_steps else ""
+        rounds = self.curve.rounds
+        held_out = {"held out": f"{rounds[max(rounds)].reward:.3f} (version {max(rounds)})"} if rounds else {}
         return {
             "step": f"{self.step}{of}",
             "reward": f"{sum(recent) / len(recent):.3f}" if recent else "-",
+            **held_out,
             "lag": f"{m['lag/mean']:.2f} (max {m['lag/max']:.0f})" if "lag/mean" in m else "-",
             "ESS": f"{m['ess/raw']:.3f}" if "ess/raw" in m else "-",
             "generated": f"{m['generation/tokens_per_s']:.0f} tok/s" if "generation/tokens_per_s" in m else "-",

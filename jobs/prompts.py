@@ -21,10 +21,11 @@ from schemas.record import BadRecord, encode, encode_batch
 from schemas.record import read as read_record
 from schemas.records import Prompt
 from schemas.settings import Settings
-from schemas.topics import PROMPTS, topic
+from schemas.topics import HELD_OUT, PROMPTS, topic
 
 REASONING_GYM, DEMO = "reasoning_gym:", "demo"
 DEFAULT_SIZE = 10_000  # problems of a procedural source
+HELD_OUT_SIZE = 64  # of them to evaluate on
 AT_ONCE = 2_000  # prompts on their way to the broker
 
 
@@ -45,14 +46,14 @@ class LoadReport:
 
 def load_prompts(settings: Settings, source: str, *, prompt_column: str = "prompt", answer_column: str = "answer", task: str | None = None,
                  task_column: str | None = None, id_column: str | None = None, passes: int = 1, size: int | None = None, seed: int = 0,
-                 limit: int | None = None) -> LoadReport:
-    """Send the prompts of a source to the run's topic that are not there yet.
+                 limit: int | None = None, held_out: bool = False) -> LoadReport:
+    """Send the prompts of a source to the run's topic, or to that of held-out ones, that are not there yet.
 
     `source` is a .jsonl or .parquet file, `reasoning_gym:<name>` or `demo`. Columns may be paths into structures (`reward_model.truth`).
     `size` and `seed` belong to procedural sources; `limit` takes the first so many prompts of any. Raises BadPrompts, UnknownTask,
     BrokerAway.
     """
-    name = topic(settings.run.id, PROMPTS)
+    name = topic(settings.run.id, HELD_OUT if held_out else PROMPTS)
     if passes < 1:
         raise BadPrompts(f"passes = {passes}: at least one")
     options = {"prompt_column": prompt_column, "answer_column": answer_column, "task": task, "task_column": task_column,
@@ -73,6 +74,13 @@ def load_prompts(settings: Settings, source: str, *, prompt_column: str = "promp
     finally:
         client.close(timeout=5)
     return LoadReport(dataset, added, already, name)
+
+
+def held_out_options(source: str, limit: int | None, seed: int) -> dict[str, int | None]:
+    """Options of `load_prompts` for the held-out prompts of a run whose prompts have this seed: other problems than those, and few."""
+    if source == DEMO or source.startswith(REASONING_GYM):
+        return {"size": limit or HELD_OUT_SIZE, "seed": seed + 1, "limit": None}
+    return {"size": None, "seed": 0, "limit": limit}
 
 
 def _send(client, settings: Settings, name: str, prompts: list[Prompt]) -> None:

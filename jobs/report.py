@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -67,6 +67,7 @@ def summary(progress: Progress, accounts: Accounts, spans: Spans, wall_s: float,
         "weight_updates_applied": len(applied),
         "weight_updates_failed": len(progress.failed),
         "tokens_generated": spans.tokens,
+        "evaluations": [{"version": v, **asdict(f)} for v, f in sorted(progress.curve.rounds.items())],
         "accounting": accounts.summary(),
         "accounting_adds_up": accounts.adds_up,
         "wall_s": round(wall_s, 1),
@@ -108,6 +109,9 @@ def plot(progress: Progress, path: Path, title: str) -> None:
                 window = max(1, len(y) // 20)
                 smooth = [sum(y[max(0, i - window):i + 1]) / len(y[max(0, i - window):i + 1]) for i in range(len(y))]
                 axis.plot(x, smooth, linewidth=2, label=f"mean of {window} steps")
+        if label == "reward" and (rounds := sorted(progress.curve.rounds.items())):
+            axis.errorbar([v for v, _ in rounds], [f.reward for _, f in rounds], [f.reward_error for _, f in rounds], color="black",
+                          marker="o", markersize=4, linewidth=1, capsize=2, label="held-out prompts")
         finish(axis, "optimizer step", label)
     half = [progress.history[s] for s in steps[len(steps) // 2:]]
     by_position = [("token lag [steps]", [("lag", "mean")]),

@@ -20,11 +20,12 @@ from kafka import TopicPartition
 from jobs import report
 from jobs.progress import Display, Progress
 from operators.accounting import Accounts, account_topics
+from operators.evaluation import Curve
 from operators.log import Writer, consumer, ends, ensure_topics, follow
 from schemas.record import encode, rows_of
-from schemas.records import Ack, Control, Dead, Manifest, Step, now
+from schemas.records import Ack, Control, Dead, Evaluation, Manifest, Step, now
 from schemas.settings import Settings
-from schemas.topics import ACKS, ADMISSIONS, BATCHES, CONTROL, DEAD, SCORED, STEPS, topic
+from schemas.topics import ACKS, ADMISSIONS, BATCHES, CONTROL, DEAD, EVALUATIONS, SCORED, STEPS, topic
 
 JOBS = ("train", "generate", "preprocess")
 
@@ -59,7 +60,7 @@ class Run:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.folder = settings.run_dir
-        self.progress = Progress(max_steps=settings.run.max_steps)
+        self.progress = Progress(max_steps=settings.run.max_steps, curve=Curve(settings.evaluation.right))
         self.jobs: dict[str, str] = {}
         self._stop = threading.Event()
         self._away_since: float | None = None  # since when the cluster does not answer
@@ -106,14 +107,14 @@ class Run:
     def _watch(self, display: Display) -> None:
         s = self.settings
         client = consumer(s.kafka)
-        partitions = [TopicPartition(topic(s.run.id, n), 0) for n in (STEPS, ACKS, BATCHES, DEAD)]
+        partitions = [TopicPartition(topic(s.run.id, n), 0) for n in (STEPS, ACKS, BATCHES, EVALUATIONS, DEAD)]
         client.assign(partitions)
         client.seek_to_beginning(*partitions)
         checked, told = 0.0, False
         try:
             while not self.progress.finished:
                 messages = [m.value for m in follow(client, timeout_ms=250)]
-                for r in (r for cls in (Step, Ack, Manifest, Dead) for r in rows_of(cls, messages)):
+                for r in (r for cls in (Step, Ack, Manifest, Evaluation, Dead) for r in rows_of(cls, messages)):
                     self.progress.feed(r)
                     if isinstance(r, Dead) and len(self.progress.dead) <= 5:
                         display.say(f"dead letter of {r.stage}: {r.cause}")

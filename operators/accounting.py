@@ -43,7 +43,7 @@ def unresolved(admissions: Iterable[Admission], outcomes: Iterable[Outcome]) -> 
     """group_id -> (its admission, the samples without a final outcome), of the groups that have such samples, oldest first."""
     groups: dict[str, tuple[Admission, set[int]]] = {}
     for a in admissions:
-        if a.kind == "group":
+        if a.kind != "closed":
             groups.setdefault(a.group_id, (a, set(range(a.samples))))
     for o in outcomes:
         if o.outcome != "duplicate" and (group := groups.get(o.group_id)) is not None:
@@ -56,7 +56,7 @@ def account(admissions: Iterable[Admission], outcomes: Iterable[Outcome], rollou
     accounts = Accounts()
     unresolved: dict[str, set[int]] = {}
     for a in admissions:
-        if a.kind == "group" and a.group_id not in unresolved:
+        if a.kind != "closed" and a.group_id not in unresolved:
             unresolved[a.group_id] = set(range(a.samples))
             accounts.admitted += a.samples
     final: dict[tuple[str, int], Outcome] = {}

@@ -1,15 +1,17 @@
 """Admission: lets groups of prompts in as credit allows.
 
-Promises (invariants 1 and 5): at most (max_lag + 1) * B samples are unresolved at once; groups are admitted whole; each prompt is
-admitted once, however often it is loaded; what is let in is written to `admissions` before it is dispatched.
-Credit comes back with `outcomes`. In conventional mode it comes back in rounds: nothing is admitted between the first training step of
-a round and the last, and a round's samples start under the version that the last step left. The prompts are pulled by a consumer of its
-own, only while there is credit: Kafka gives no back-pressure, and a source would pull the whole topic into state.
+Promises (invariants 1 and 5): at most (max_lag + 1) * B samples to train on are unresolved at once; groups are admitted whole; each
+prompt is admitted once, however often it is loaded; what is let in is written to `admissions` before it is dispatched. Rounds of held-out
+prompts (`operators.evaluation`) have a credit of their own. Credit comes back with `outcomes`; in conventional mode in rounds: nothing
+is admitted between the first training step of a round and the last, and a round's samples start under the version that the last step
+left. The prompts are pulled by a consumer of its own, only while there is credit: Kafka gives no back-pressure, and a source would pull
+the whole topic into state.
 """
 
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Iterable
 
 from kafka import TopicPartition
@@ -18,14 +20,15 @@ from pyflink.datastream.functions import KeyedProcessFunction, RuntimeContext
 from pyflink.datastream.state import ValueStateDescriptor
 
 from operators.dead import DeadLetters
+from operators.evaluation import PREFIX, Rounds, held_out, is_evaluation
 from operators.lifeline import die_with_parent
-from operators.log import OwnedLog, consumer, ends, follow
+from operators.log import OwnedLog, consumer, ends, follow, read
 from operators.offload import slot_keys
 from operators.ranges import Ranges
 from schemas.record import BadRecord, decode, encode, name_of
 from schemas.records import Admission, Control, Dispatch, Outcome, Prompt, now
-from schemas.settings import Settings
-from schemas.topics import ADMISSIONS, CONTROL, OUTCOMES, PROMPTS, topic
+from schemas.settings import EvaluationSettings, Settings
+from schemas.topics import ADMISSIONS, CONTROL, HELD_OUT, OUTCOMES, PROMPTS, topic
 
 
 class Admitter:
@@ -37,9 +40,13 @@ class Admitter:
     (4, 0)
     """
 
-    def __init__(self, run_id: str, batch: int, max_lag: int, group_size: int, *, conventional: bool = False):
+    def __init__(self, run_id: str, batch: int, max_lag: int, group_size: int, *, conventional: bool = False,
+                 evaluation: EvaluationSettings | None = None):
         self.run_id, self.group_size, self.max_lag, self.conventional = run_id, group_size, max_lag, conventional
         self.limit = (max_lag + 1) * batch
+        self._evaluation = evaluation or EvaluationSettings()
+        self.rounds = Rounds(self._evaluation.every)
+        self.evaluating_samples = 0  # held-out samples without an outcome
         self.version = 0  # newest version known to be trained
         self.next_offset = 0  # of the prompts topic
         self.groups = 0  # admitted so far
@@ -53,13 +60,20 @@ class Admitter:
     @property
     def credit(self) -> int:
         """Samples that may be admitted now."""
-        training = self.conventional and self.unresolved and self.version > self._admitted_under
+        training = self.conventional and self.unresolved_samples and self.version > self._admitted_under
         return 0 if training else self.limit - self.unresolved_samples
 
     def adopt(self, admissions: Iterable[Admission], outcomes: Iterable[Outcome]) -> list[Admission]:
         """Take up the ledger from the log. Returns the groups with unresolved samples, oldest first."""
         kept = {}
         for a in admissions:
+            if a.kind == "evaluation":
+                self.groups = max(self.groups, a.admission + 1)
+                self.rounds.version, self.rounds.prompts = a.policy_version, a.round_prompts
+                if a.group_id not in kept:
+                    kept[a.group_id] = a
+                    self._open(a.group_id, a.samples)
+                continue
             self.next_offset = max(self.next_offset, a.prompt_offset + (a.kind == "group"))
             if a.kind == "closed":
                 self.closed = True
@@ -77,7 +91,10 @@ class Admitter:
         dataset, dataset_pass, ordinal = group_id.rsplit("/", 2)
         self._seen[dataset, int(dataset_pass)].add(int(ordinal))
         self.unresolved[group_id] = set(range(samples))
-        self.unresolved_samples += samples
+        if is_evaluation(group_id):
+            self.evaluating_samples += samples
+        else:
+            self.unresolved_samples += samples
 
     def resolve(self, o: Outcome) -> None:
         """Credit comes back with the first final outcome of a sample; a repetition is harmless."""
@@ -90,7 +107,10 @@ class Admitter:
         waiting = self.unresolved.get(o.group_id)
         if waiting and o.sample_index in waiting:
             waiting.remove(o.sample_index)
-            self.unresolved_samples -= 1
+            if is_evaluation(o.group_id):
+                self.evaluating_samples -= 1
+            else:
+                self.unresolved_samples -= 1
             if not waiting:
                 del self.unresolved[o.group_id]
 
@@ -99,8 +119,9 @@ class Admitter:
 
     def refusal(self, p: Prompt) -> str | None:
         """Why a prompt can never be admitted; None if it can."""
-        if p.prompt_ordinal < 0 or p.dataset_pass < 0 or "/" in p.dataset or not p.dataset:
-            return f"identity {p.group_id!r}: dataset must be a name without '/', pass and ordinal not negative"
+        if p.prompt_ordinal < 0 or p.dataset_pass < 0 or "/" in p.dataset or not p.dataset or is_evaluation(p.dataset):
+            return (f"identity {p.group_id!r}: dataset must be a name without '/' that does not begin with {PREFIX!r}, pass and ordinal "
+                    "not negative")
         if not 0 < self.size_of(p) <= self.limit:
             return (f"group_size {p.group_size} does not fit into the credit of {self.limit} samples, (max_lag + 1) * B: "
                     "raise training.batch or lower the prompt's group_size")
@@ -122,6 +143,24 @@ class Admitter:
                          prompt_offset=offset, policy_version=self.version,
                          min_version=self.version if self.conventional else max(0, self.version - self.max_lag),
                          credit=self.credit, admitted_at=now())
+
+    def evaluate(self) -> tuple[Admission, Prompt] | None:
+        """The ledger's entry for the next prompt of the round under way, and the prompt; None if there is none, or no credit for it."""
+        samples = self._evaluation.samples
+        if self.closed or self.stopping or self.evaluating_samples + samples > self._evaluation.credit:
+            return None
+        while self.rounds.left:
+            offset, prompt = self.rounds.left.popleft()
+            prompt = held_out(prompt, self.rounds.version, samples)
+            if not self.known(prompt):  # else it was admitted before a restart
+                break
+        else:
+            return None
+        self._open(prompt.group_id, samples)
+        self.groups += 1
+        return Admission(run_id=self.run_id, kind="evaluation", admission=self.groups - 1, group_id=prompt.group_id, samples=samples,
+                         prompt_offset=offset, policy_version=self.rounds.version, min_version=self.rounds.version, credit=self.credit,
+                         admitted_at=now(), round_prompts=self.rounds.prompts), prompt
 
     def close(self) -> Admission:
         """The last entry: nothing is admitted after it."""
@@ -211,7 +250,7 @@ class AdmissionFunction(KeyedProcessFunction):
         self._dead = DeadLetters(s.kafka, run, "admission", self._topic)
         self._log = OwnedLog(s.kafka, f"{run}.admission")
         self._admitter = Admitter(run, s.training.batch, s.training.max_lag, s.grouping.group_size,
-                                  conventional=s.run.mode == "conventional")
+                                  conventional=s.run.mode == "conventional", evaluation=s.evaluation)
         open_groups = self._admitter.adopt(self._log.rows(Admission, self._ledger), self._log.rows(Outcome, topic(run, OUTCOMES)))
         controls = list(self._log.rows(Control, topic(run, CONTROL)))
         self._ending = any(c.kind == "end_of_prompts" for c in controls)
@@ -224,15 +263,35 @@ class AdmissionFunction(KeyedProcessFunction):
         self._partition = TopicPartition(self._topic, 0)
         self._prompts.assign([self._partition])
         self._waiting: collections.deque = collections.deque()
-        held = self._dispatched.value() or 0
+        self._looked_at = 0.0
+        rounds, prompts = self._admitter.rounds, self._held_out() if s.evaluation.every else []
+        if rounds.version is not None:  # the rest of the round that was under way; `evaluate` knows what was admitted of it
+            rounds.left.extend(prompts)
+        held, held_out_at = self._dispatched.value() or 0, dict(prompts)
         for a in open_groups:
             if a.admission < held:  # it lies in the generation operator's state
                 self._slots.take(a.group_id, a.samples)
+            elif a.kind == "evaluation":
+                yield from self._dispatch(a, encode([held_out(held_out_at[a.prompt_offset], a.policy_version, a.samples)]), attempt=1)
             else:
                 yield from self._dispatch(a, self._prompt_at(a.prompt_offset), attempt=1)
         self._dispatched.update(max(held, self._admitter.groups))
         self._prompts.seek(self._partition, self._admitter.next_offset)
         self._end_offset: int | None = None
+
+    def _held_out(self) -> list[tuple[int, Prompt]]:
+        """(offset, prompt) of all held-out prompts, each once."""
+        found = {}
+        name = topic(self.settings.run.id, HELD_OUT)
+        for m in read(self.settings.kafka, name):
+            try:
+                for p in decode(Prompt, m.value):
+                    if refusal := self._admitter.refusal(p):
+                        raise BadRecord(refusal)
+                    found.setdefault(p.group_id, (m.offset, p))
+            except BadRecord as e:
+                self._dead(f"{name} offset {m.offset}: {e}", m.value)
+        return list(found.values())
 
     def _prompt_at(self, offset: int) -> bytes:
         self._prompts.seek(self._partition, offset)
@@ -269,11 +328,17 @@ class AdmissionFunction(KeyedProcessFunction):
                     break
                 entries.append((entry, m.value))
             self._waiting.popleft()
+        if a.rounds.due(a.version) and not (a.closed or a.stopping) and time.monotonic() - self._looked_at > 1.0:
+            self._looked_at = time.monotonic()  # nothing may be loaded yet
+            if prompts := self._held_out():
+                a.rounds.begin(a.version, prompts)
+        while (evaluation := a.evaluate()) is not None:
+            entries.append((evaluation[0], encode([evaluation[1]])))
         if self._at_end():
             entries.append((a.close(), b""))
         self._log.append((self._ledger, None, encode([entry])) for entry, _ in entries)
         for entry, prompt in entries:
-            if entry.kind == "group":
+            if entry.kind != "closed":
                 yield from self._dispatch(entry, prompt, attempt=0)
         if entries:
             self._dispatched.update(a.groups)
@@ -291,8 +356,8 @@ class AdmissionFunction(KeyedProcessFunction):
         return self._prompts.position(self._partition) >= self._end_offset
 
     def _dispatch(self, a: Admission, prompt: bytes, attempt: int):
-        slot = self._slots.take(a.group_id, a.samples)
+        slot, greedy = self._slots.take(a.group_id, a.samples), a.kind == "evaluation" and self.settings.evaluation.greedy
         for i in sorted(self._admitter.unresolved[a.group_id]):
             yield Row(slot, encode([Dispatch(
                 admission=a.admission, group_id=a.group_id, sample_index=i, group_size=a.samples, attempt=attempt,
-                min_version=a.min_version, policy_version=a.policy_version, prompt=prompt, dispatched_at=now())]))
+                min_version=a.min_version, policy_version=a.policy_version, prompt=prompt, dispatched_at=now(), greedy=greedy or None)]))

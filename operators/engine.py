@@ -30,6 +30,7 @@ from typing import Protocol
 
 from operators.child import Parent
 from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
+from operators.evaluation import is_evaluation
 from operators.loader import Arrival, LoadedWeights, Loader, WeightFiles
 from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_digest, version_of
 from operators.weights import BadWeights
@@ -47,8 +48,10 @@ log = logging.getLogger(__name__)
 class Engine(Protocol):
     """What the loop needs of an engine. Requests are known by their ident, versions by their label."""
 
-    def add(self, ident: str, prompt_ids: list[int], max_tokens: int, salt: str | None) -> None:
-        """Take a request in. `salt` separates its KV cache from others'. Raises ValueError if it cannot be served."""
+    def add(self, ident: str, prompt_ids: list[int], max_tokens: int, salt: str | None, greedy: bool) -> None:
+        """Take a request in. `salt` separates its KV cache from others'; `greedy` takes the most probable token each time.
+
+        Raises ValueError if it cannot be served."""
 
     def step(self) -> list[Sampled]:
         """One forward pass for every sequence; what ended with it."""
@@ -187,7 +190,7 @@ class EngineLoop:
             if request.refusal is None:
                 salt = label(held.epoch, held.version) if self._kv_cache_mode == "reuse_partial" else None
                 try:
-                    self._engine.add(request.ident, request.prompt_ids, request.max_tokens, salt)
+                    self._engine.add(request.ident, request.prompt_ids, request.max_tokens, salt, bool(request.dispatch.greedy))
                 except ValueError as e:
                     request.refusal = "error", f"the engine does not take the prompt: {e}"
             if request.refusal is not None:
@@ -298,7 +301,7 @@ class EngineLoop:
         newest = self._held.event.version
         firsts = {i: self._engine.progress(i)[0] for i in self._in_flight}
         lags = {i: newest - version_of(first) for i, first in firsts.items() if first is not None}
-        stale = [i for i, lag in lags.items() if lag > self._max_lag]
+        stale = [i for i, lag in lags.items() if lag > self._max_lag and not is_evaluation(self._in_flight[i].dispatch.group_id)]
         if stale:
             for sampled in self._engine.abort(stale):
                 lag = lags[sampled.ident]

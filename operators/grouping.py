@@ -10,12 +10,13 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from operators.evaluation import is_evaluation
 from operators.ranges import Ranges
 from schemas.records import Admission
 from schemas.settings import GroupingSettings
@@ -63,6 +64,7 @@ class Group:
     first_arrival: float | None = None
     rows: dict[int, Row] = field(default_factory=dict)
     resolved: dict[int, str | None] = field(default_factory=dict)  # sample -> rollout that got the outcome
+    round_prompts: int | None = None  # of an evaluation, once its admission was heard
 
     @property
     def missing(self) -> list[int]:
@@ -92,7 +94,7 @@ def row_of(table: pa.Table) -> tuple[Row, str | None, str | None]:
         return row, "dead", f"reward {one['reward']}"
     if not 0 <= one["sample_index"] < one["group_size"]:
         return row, "dead", f"sample_index {one['sample_index']} in a group of {one['group_size']}"
-    if bad := _bad_tokens(table, tokens, one["prompt_length"]):
+    if not is_evaluation(row.group_id) and (bad := _bad_tokens(table, tokens, one["prompt_length"])):
         return row, "dead", bad
     return row, None, None
 
@@ -127,6 +129,7 @@ class Grouper:
         self.open: dict[int, Group] = {}  # by admission index; ready ones too, until they are spent
         self.ready: dict[int, Group] = {}
         self.decisions: list[Decision] = []
+        self.evaluated: list[Group] = []  # held-out groups with all their rows, until the caller has written of them
         self.finished = Ranges()  # admission indices whose samples are all resolved
         self._winners: collections.OrderedDict[int, dict[int, str | None]] = collections.OrderedDict()
 
@@ -139,7 +142,10 @@ class Grouper:
         return sum(g.size - len(g.resolved) for g in self.open.values())
 
     def admit(self, a: Admission, at: float) -> None:
-        self._group(a.admission, a.group_id, a.samples, at)
+        group = self._group(a.admission, a.group_id, a.samples, at)
+        if group is not None and a.kind == "evaluation":
+            group.round_prompts = a.round_prompts
+            self._settle(group)
 
     def _group(self, admission: int, group_id: str, size: int, at: float) -> Group | None:
         if admission in self.finished:
@@ -181,7 +187,7 @@ class Grouper:
             self.decide(group, row.sample_index, outcome, cause, row.rollout_id)
         else:
             group.rows[row.sample_index] = row
-        if group.admission in self.open:
+        if group.admission in self.open or is_evaluation(group.group_id):
             self._settle(group)
         return True
 
@@ -194,8 +200,16 @@ class Grouper:
             self.decisions.append(Decision(row.group_id, row.sample_index, row.rollout_id, "duplicate", cause))
 
     def _settle(self, group: Group) -> None:
-        """A group with nothing missing becomes ready, or is filtered."""
-        if group.missing or not group.rows:
+        """A group with nothing missing becomes ready, or is filtered; one of held-out prompts is evaluated."""
+        if group.missing:
+            return
+        if is_evaluation(group.group_id):
+            if group.round_prompts is not None:
+                self.evaluated.append(replace(group, rows=dict(group.rows)))
+                for i in list(group.rows):
+                    self.decide(group, i, "evaluated")
+            return
+        if not group.rows:
             return
         if cause := self.teaches_nothing(group):
             for i in list(group.rows):
@@ -226,7 +240,7 @@ class Grouper:
 
     def drop_buffered(self, cause: str) -> None:
         """Every row that waits becomes stale; what of its group is still to come makes a smaller group."""
-        for group in list(self.open.values()):
+        for group in [g for g in self.open.values() if not is_evaluation(g.group_id)]:
             for i in list(group.rows):
                 self.decide(group, i, "stale", cause)
 
@@ -244,6 +258,9 @@ class Grouper:
                      else f"{total:.0f} s after its admission (grouping.sample_timeout_s)")
             for i in group.missing:
                 self.decide(group, i, "late", cause)
+            if is_evaluation(group.group_id):
+                self._settle(group)
+                continue
             if group.admission not in self.open:
                 continue
             if s.partial == "drop":

@@ -48,6 +48,8 @@ class Reference:
             row = int(np.searchsorted(offsets, at, side="right")) - 1
             raise BadRecord(f"rollout {names[row]}: token id {token_ids[at]} is not in the reference model's vocabulary of "
                             f"{self._vocabulary}")
+        if table.column("rollout_logprobs").combine_chunks().flatten().null_count == len(token_ids):
+            return  # nothing to score: an evaluation, or a prompt that was refused
         temperature = _temperatures(table)
         if (wrong := np.flatnonzero(~(np.isfinite(temperature) & (temperature > 0)))).size:
             raise BadRecord(f"rollout {names[wrong[0]]}: sampling.temperature is {temperature[wrong[0]]}, it must be greater than 0")

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from operators.child import Child, ChildDied
+from operators.evaluation import is_evaluation
 from operators.grader import DONE, GRADE, READY, STARTED
 from schemas.record import BadRecord, encode_batch, read
 from schemas.records import Rollout, now
@@ -306,8 +307,8 @@ class RewardService:
         if "failure" in answer:
             return Verdict(answer["failure"], cause=answer["cause"])
         components = answer["components"]
-        if components and self.settings.penalize_length:
-            rollouts = row.record.rollouts
+        rollouts = row.record.rollouts
+        if components and self.settings.penalize_length and not is_evaluation(rollouts.column("group_id")[row.index].as_py()):
             response = len(rollouts.column("token_ids")[row.index]) - rollouts.column("prompt_length")[row.index].as_py()
             max_tokens = rollouts.column("sampling")[row.index]["max_tokens"].as_py()
             components["length_penalty"] = length_penalty(response, max_tokens, self.settings)

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from operators.evaluation import is_evaluation
 from schemas.record import BadRecord, decode, encode
 from schemas.records import FINISH_REASONS, Dispatch, Prompt, Rollout, now
 from schemas.settings import GenerationSettings
@@ -143,6 +144,7 @@ class Rollouts:
                 spans.append({"start": start + at, "policy_version": version})
         versions = [span["policy_version"] for span in spans]
         dispatch = request.dispatch
+        train = not is_evaluation(dispatch.group_id)
         text = self._tokenizer.decode(sampled.token_ids, skip_special_tokens=True) if tokens else ""
         turns = [{"role": "user", "start": 0, "end": start}] if start else []
         if tokens:
@@ -152,13 +154,14 @@ class Rollouts:
             group_id=dispatch.group_id, sample_index=dispatch.sample_index, rollout_id=uuid.uuid4().hex, attempt=request.attempt,
             admission=dispatch.admission, group_size=dispatch.group_size,
             token_ids=request.prompt_ids + sampled.token_ids, prompt_length=start,
-            loss_mask=[False] * start + [True] * count + [False] * (tokens - count),
-            rollout_logprobs=[None] * start + sampled.logprobs + [None] * (tokens - count),
+            loss_mask=[False] * start + [train] * count + [False] * (tokens - count),
+            rollout_logprobs=[None] * start + (sampled.logprobs if train else [None] * count) + [None] * (tokens - count),
             version_spans=spans, policy_version_min=min(versions, default=None), policy_version_max=max(versions, default=None),
             policy_version_admitted=dispatch.policy_version,
             finish_reason=reason, finish_cause=cause, truncated=reason == "length",
             eos_sampled=bool(count) and count == tokens and sampled.token_ids[-1] in self._stop_ids,
-            sampling={"temperature": self._settings.temperature, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": request.max_tokens},
+            sampling={"temperature": 0.0 if dispatch.greedy else self._settings.temperature, "top_p": 1.0, "top_k": -1, "seed": None,
+                      "max_tokens": request.max_tokens},
             weights_digest=digests[sampled.spans[-1][1]] if sampled.spans else held_digest,
             completion=text, turns=turns, dispatched_at=dispatch.dispatched_at, first_token_at=first_token_at, finished_at=now(),
         )])

@@ -23,14 +23,15 @@ from pyflink.datastream.state import MapStateDescriptor
 
 from operators.advantages import advantages
 from operators.dead import DeadLetters
+from operators.evaluation import is_evaluation
 from operators.grouping import Group, Grouper, Row, row_of
 from operators.lifeline import die_with_parent
 from operators.log import OwnedLog
 from operators.packing import micro_batch, pack
 from schemas.record import BadRecord, decode, encode, encode_batch, name_of, read
-from schemas.records import Admission, Control, Manifest, Outcome, Rollout, Step, now
+from schemas.records import Admission, Control, Evaluation, Manifest, Outcome, Rollout, Step, now
 from schemas.settings import Settings
-from schemas.topics import ADMISSIONS, BATCHES, CONTROL, OUTCOMES, ROLLOUTS, STEPS, topic
+from schemas.topics import ADMISSIONS, BATCHES, CONTROL, EVALUATIONS, OUTCOMES, ROLLOUTS, STEPS, topic
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Sequencer:
         if known is not None and known != row.admission:
             raise BadRecord(f"rollout {row.rollout_id}: group {row.group_id} is admission {known}, the row says {row.admission}")
         kept = self.grouper.add(row, outcome, cause, at)
-        if kept and outcome is None:
+        if kept and outcome is None and not is_evaluation(row.group_id):
             self.tally.row(row, len(table.column("version_spans")[0]), table.column("truncated")[0].as_py())
         if row.admission in self.grouper.open:
             self._admission_of[row.group_id] = row.admission
@@ -281,6 +282,21 @@ class Sequencer:
                         cause=d.cause, decided_at=now()) for d in decisions]
 
 
+    def take_evaluations(self) -> list[Evaluation]:
+        """What to write of held-out groups, together with their samples' outcomes."""
+        groups, self.grouper.evaluated = self.grouper.evaluated, []
+        return [self._evaluation(g) for g in groups]
+
+    def _evaluation(self, g: Group) -> Evaluation:
+        tables = [g.rows[i].table for i in sorted(g.rows)]
+        newest = [v for t in tables if (v := t.column("policy_version_max")[0].as_py()) is not None]
+        return Evaluation(
+            run_id=self.run_id, policy_version=int(g.group_id.rsplit("/", 2)[1]), policy_version_max=max(newest, default=None),
+            group_id=g.group_id, prompts=g.round_prompts, rewards=[g.rows[i].reward if i in g.rows else None for i in range(g.size)],
+            response_tokens=sum(r.response_length for r in g.rows.values()),
+            truncated=sum(t.column("truncated")[0].as_py() for t in tables), decided_at=now())
+
+
 class SequencerFunction(KeyedProcessFunction):
     """Scored rollouts, admissions, steps and control in (key 0), nothing else: gates have seen to it; nothing out: what it says it writes
     to its own logs."""
@@ -369,10 +385,10 @@ class SequencerFunction(KeyedProcessFunction):
         """Form and commit steps while there is one. Micro-batches, manifest and the decisions made so far are one transaction."""
         while (plan := self._sequencer.plan(time.time())) is not None:
             run = self.settings.run.id
-            outcomes = self._sequencer.take_decisions()
+            outcomes, decisions = self._decisions()
             with self._log.transaction() as write:
-                if outcomes:
-                    write(topic(run, OUTCOMES), encode(outcomes))
+                for name, _, value in decisions:
+                    write(name, value)
                 futures = [write(topic(run, BATCHES), encode_batch(m)) for m in plan.micro_batches]
                 write.flush()
                 plan.manifest.micro_batch_offsets = [f.value.offset for f in futures]
@@ -382,9 +398,16 @@ class SequencerFunction(KeyedProcessFunction):
                 self._rows.remove(key)
 
     def _write_decisions(self) -> None:
-        if outcomes := self._sequencer.take_decisions():
-            self._log.append([(topic(self.settings.run.id, OUTCOMES), None, encode(outcomes))])
+        outcomes, decisions = self._decisions()
+        if decisions:
+            self._log.append(decisions)
             self._forget(outcomes)
+
+    def _decisions(self) -> tuple[list[Outcome], list[tuple[str, None, bytes]]]:
+        """The outcomes decided since the last call, and (topic, no key, message) of them and of the evaluations they end."""
+        run, outcomes, evaluations = self.settings.run.id, self._sequencer.take_decisions(), self._sequencer.take_evaluations()
+        said = ((OUTCOMES, outcomes), (EVALUATIONS, evaluations))
+        return outcomes, [(topic(run, name), None, encode(rows)) for name, rows in said if rows]
 
     def _forget(self, outcomes: list[Outcome]) -> None:
         for o in outcomes:

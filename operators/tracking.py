@@ -11,15 +11,17 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kafka import TopicPartition
 
+from operators.evaluation import Curve
 from operators.log import consumer, follow
 from schemas.record import rows_of
-from schemas.records import Ack, Weights
+from schemas.records import Ack, Evaluation, Weights
 from schemas.settings import Settings
-from schemas.topics import ACKS, topic
+from schemas.topics import ACKS, EVALUATIONS, topic
 
 QUEUED_STEPS = 10_000
 RUN_TAG = "pipelinerl.run_id"
@@ -180,12 +182,42 @@ def ack_metrics(fresh: list[Ack], latest: list[Ack]) -> dict[str, float]:
     return out
 
 
+class EvaluationWatch:
+    """Rounds of held-out prompts, from `evaluations` into MLflow, at the step they are of: `log(step, metrics)`.
+
+    It begins at the beginning, since a round's groups may lie on both sides of a restart: MLflow then holds a round twice.
+    """
+
+    def __init__(self, settings: Settings, log: Callable[[int, dict[str, float]], None]):
+        self._settings, self._log = settings, log
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="evaluations", daemon=True).start()
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        curve = Curve(self._settings.evaluation.right)
+        client = consumer(self._settings.kafka)
+        partition = TopicPartition(topic(self._settings.run.id, EVALUATIONS), 0)
+        client.assign([partition])
+        client.seek_to_beginning(partition)
+        try:
+            while not self._stop.is_set():
+                for version in curve.feed(rows_of(Evaluation, [m.value for m in follow(client, timeout_ms=500)])):
+                    self._log(version, curve.metrics(version))
+        finally:
+            client.close()
+
+
 class RunListener:
-    """Rank 0's listener (operators.training.Listener): acks into each step's measures, measures into MLflow."""
+    """Rank 0's listener (operators.training.Listener): acks into each step's measures, measures and evaluations into MLflow."""
 
     def __init__(self, settings: Settings):
         self._acks = AckWatch(settings)
         self._tracker = Tracker(settings) if settings.mlflow.enabled else None
+        watched = self._tracker is not None and settings.evaluation.every is not None
+        self._evaluations = EvaluationWatch(settings, self._tracker.log) if watched else None
 
     def measures(self) -> dict[str, float]:
         return self._acks.metrics()
@@ -199,5 +231,7 @@ class RunListener:
 
     def close(self) -> None:
         self._acks.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
         if self._tracker is not None:
             self._tracker.close()

@@ -34,11 +34,9 @@ BACKEND = "pipelinerl"
 
 
 class VLLMEngine:
-    """`operators.engine.Engine` by vLLM. `name` says what it is, `stop_ids` which tokens end a sequence. `greedy` is for evaluation:
-    nothing that is sampled so can be trained on."""
+    """`operators.engine.Engine` by vLLM. `name` says what it is, `stop_ids` which tokens end a sequence."""
 
-    def __init__(self, settings: GenerationSettings, model: str, *, trust_remote_code: bool = False, seed: int = 0,
-                 greedy: bool = False):
+    def __init__(self, settings: GenerationSettings, model: str, *, trust_remote_code: bool = False, seed: int = 0):
         cuda = current_platform.is_cuda_alike()
         if settings.device != "auto" and (settings.device == "cuda") != cuda:
             raise ValueError(f"generation.device is {settings.device!r}, but this vLLM runs on {current_platform.device_name}: "
@@ -59,12 +57,11 @@ class VLLMEngine:
         self.tokenizer = self._llm.get_tokenizer()
         self.name = f"vllm-{vllm.__version__.split('+')[0]}"
         self.stop_ids = self._stop_ids()
-        temperature = 0.0 if greedy else settings.temperature
-        self._params = SamplingParams(temperature=temperature, logprobs=0, flat_logprobs=True, detokenize=False,
+        self._params = SamplingParams(temperature=settings.temperature, logprobs=0, flat_logprobs=True, detokenize=False,
                                       output_kind=RequestOutputKind.FINAL_ONLY)
-        if self._params.temperature != temperature:
+        if self._params.temperature != settings.temperature:
             raise ValueError(f"vLLM would sample at temperature {self._params.temperature:g}, not at generation.temperature "
-                             f"{temperature:g}: every log-probability would be of another distribution than it says")
+                             f"{settings.temperature:g}: every log-probability would be of another distribution than it says")
         self._internal: dict[str, str] = {}  # our ident -> the engine's
 
     def _stop_ids(self) -> frozenset[int]:
@@ -74,9 +71,11 @@ class VLLMEngine:
         found.add(self._llm.renderer.get_eos_token_id())
         return frozenset(i for i in found if i is not None)
 
-    def add(self, ident: str, prompt_ids: list[int], max_tokens: int, salt: str | None) -> None:
+    def add(self, ident: str, prompt_ids: list[int], max_tokens: int, salt: str | None, greedy: bool) -> None:
         params = self._params.clone()
         params.max_tokens = max_tokens
+        if greedy:
+            params.temperature = 0.0
         prompt = tokens_input(prompt_ids, cache_salt=salt)
         self._internal[ident] = self._llm.add_request(ident, prompt, params)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from operators.accounting import unresolved
+from operators.evaluation import is_evaluation
 from operators.log import NoTopic, read
 from schemas.record import rows_of
 from schemas.records import Ack, Admission, Manifest, Outcome, Rollout, Step, Weights, now
@@ -58,7 +59,7 @@ def _admission(settings: Settings, open_groups: dict, admissions: list[Admission
         return []
     if not admissions:
         return [Wait("admission", "the first prompts, or the generate job", 0.0)]
-    last, held = admissions[-1], sum(len(left) for _, left in open_groups.values())
+    last, held = admissions[-1], sum(len(left) for g, (_, left) in open_groups.items() if not is_evaluation(g))
     if settings.credit - held < settings.grouping.group_size:
         return [Wait("admission", f"outcomes: {held} of {settings.credit} samples are unresolved", age(last.admitted_at))]
     return [Wait("admission", f"prompts: there is credit for {settings.credit - held} samples", age(last.admitted_at))]

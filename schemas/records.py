@@ -22,7 +22,7 @@ SAMPLE = pa.struct([pa.field(n, t, nullable=False) for n, t in
 FINISH_REASONS = ("stop", "length", "abort", "context_overflow", "timeout", "error")
 REWARD_STATUSES = ("ok", "timeout", "parse_error", "error", "pending")
 #: Final outcomes of a sample; "duplicate" is said of a further rollout of a sample that already has its outcome.
-OUTCOMES = ("trained", "stale", "filtered", "late", "aborted", "dead", "end_of_run")
+OUTCOMES = ("trained", "evaluated", "stale", "filtered", "late", "aborted", "dead", "end_of_run")
 
 
 def now() -> datetime:
@@ -49,23 +49,24 @@ class Prompt:
         return f"{self.dataset}/{self.dataset_pass}/{self.prompt_ordinal}"
 
 
-@record("admission", "1.0")
+@record("admission", "1.1")
 class Admission:
     """A group let into the run: the ledger's debit side. `closed` says that nothing follows."""
 
     run_id: str = col(STR, "the run")
-    kind: str = col(WORD, "group or closed")
+    kind: str = col(WORD, "group, evaluation (a group of held-out prompts) or closed")
     admission: int = col(I64, "dense index of the group in the run, from 0; of `closed`: the number of groups admitted")
     group_id: str = col(STR, "dataset/pass/ordinal; empty for `closed`")
     samples: int = col(I32, "samples admitted with it")
-    prompt_offset: int = col(I64, "offset of the prompt in the prompts topic; the next unread one for `closed`")
+    prompt_offset: int = col(I64, "offset of the prompt in the prompts topic, of an evaluation in prompts.held_out; the next unread one for `closed`")
     policy_version: int = col(I64, "newest version known to be trained when it was admitted")
     min_version: int = col(I64, "no sample of it starts on an older version: it would be stale in any batch it can enter")
     credit: int = col(I32, "samples that could still be admitted afterwards")
     admitted_at: datetime = col(TIME, "when")
+    round_prompts: int | None = col(I32, "of an evaluation: the prompts in its round", nullable=True)
 
 
-@record("dispatch", "1.0")
+@record("dispatch", "1.1")
 class Dispatch:
     """A sample on its way to an engine: travels inside the generate job and lies in its state while it is in flight."""
 
@@ -78,6 +79,7 @@ class Dispatch:
     policy_version: int = col(I64, "as in the admission")
     prompt: bytes = col(pa.binary(), "the prompt message as it lies in the topic")
     dispatched_at: datetime = col(TIME, "when")
+    greedy: bool | None = col(BOOL, "the most probable token instead of a sampled one: of evaluations only", nullable=True)
 
 
 @record("rollout", "1.0")
@@ -100,8 +102,8 @@ class Rollout:
     task_metadata: str | None = col(STR, "JSON for the grader", nullable=True)
     token_ids: list[int] = col(pa.list_(I32), "the engine's own ids, prompt and response, never re-tokenised")
     prompt_length: int = col(I32, "how many of them are the prompt's")
-    loss_mask: list[bool] = col(pa.list_(BOOL), "true only for tokens the policy sampled and may be trained on")
-    rollout_logprobs: list[float | None] = col(pa.list_(F32), "log-probability under the policy that sampled it, after temperature; null if not sampled")
+    loss_mask: list[bool] = col(pa.list_(BOOL), "true only for tokens the policy sampled and may be trained on: none of an evaluation")
+    rollout_logprobs: list[float | None] = col(pa.list_(F32), "log-probability under the policy that sampled it, after temperature; null if not sampled, or an evaluation")
     version_spans: list[dict] = col(SPANS, "from token `start` on, `policy_version` computed it; strictly increasing starts, the first is the first sampled token")
     policy_version_min: int | None = col(I64, "oldest version in the spans", nullable=True)
     policy_version_max: int | None = col(I64, "newest version in the spans", nullable=True)
@@ -176,9 +178,24 @@ class Outcome:
     group_id: str = col(STR, "dataset/pass/ordinal")
     sample_index: int = col(I32, "which of the group's samples")
     rollout_id: str | None = col(STR, "the rollout it is said of; null if there was none", nullable=True)
-    outcome: str = col(WORD, "trained, stale, filtered, late, aborted, dead or end_of_run; duplicate is no final outcome but says that a further rollout came")
+    outcome: str = col(WORD, "trained, evaluated, stale, filtered, late, aborted, dead or end_of_run; duplicate is no final outcome but says that a further rollout came")
     step: int | None = col(I64, "the step that trained it", nullable=True)
     cause: str | None = col(STR, "why, for a person", nullable=True)
+    decided_at: datetime = col(TIME, "when")
+
+
+@record("evaluation", "1.0")
+class Evaluation:
+    """What the model made of a held-out prompt in a round of evaluation: written with its samples' outcomes."""
+
+    run_id: str = col(STR, "the run")
+    policy_version: int = col(I64, "the round: its samples start under this version or a newer one")
+    policy_version_max: int | None = col(I64, "the newest version that computed a token of them", nullable=True)
+    group_id: str = col(STR, "evaluation:dataset/version/ordinal")
+    prompts: int = col(I32, "prompts in the round")
+    rewards: list[float | None] = col(pa.list_(F32), "of each sample; null if it has none, which counts as wrong")
+    response_tokens: int = col(I64, "tokens of its samples together")
+    truncated: int = col(I32, "samples that reached max_tokens")
     decided_at: datetime = col(TIME, "when")
 
 
@@ -258,7 +275,7 @@ class Dead:
     at: datetime = col(TIME, "when")
 
 
-RECORDS = (Prompt, Admission, Dispatch, Rollout, Sequence, Manifest, Outcome, Weights, Ack, Step, Control, Dead)
+RECORDS = (Prompt, Admission, Dispatch, Rollout, Sequence, Manifest, Outcome, Evaluation, Weights, Ack, Step, Control, Dead)
 
 
 def documentation() -> str:

@@ -343,6 +343,29 @@ class WeightsSettings(Section):
         return self
 
 
+class EvaluationSettings(Section):
+    every: Positive | None = None
+    """A round of the held-out prompts (`prompts load SOURCE --held-out`) every so many policy versions; none by default."""
+    samples: Positive = 1
+    """Samples a held-out prompt."""
+    greedy: bool = False
+    """The most probable token each time, instead of sampling at generation.temperature."""
+    credit: Positive = 8
+    """Held-out samples that may be under way at once, beside training's credit."""
+    right: float = 1.0
+    """Reward from which on an answer counts as right, for pass@k."""
+
+    @model_validator(mode="after")
+    def _in_force(self):
+        if self.every is None and any(getattr(self, n) != f.default for n, f in type(self).model_fields.items()):
+            raise ValueError("evaluation settings do nothing without evaluation.every")
+        if self.greedy and self.samples > 1:
+            raise ValueError(f"evaluation.greedy with evaluation.samples = {self.samples}: greedy answers are all the same, one is enough")
+        if self.samples > self.credit:
+            raise ValueError(f"evaluation.credit ({self.credit}) must hold a prompt's samples ({self.samples})")
+        return self
+
+
 class MLflowSettings(Section):
     enabled: bool = True
     """Track the run. MLflow being away never stops training."""
@@ -437,6 +460,8 @@ class Settings(BaseSettings):
     """The train job."""
     weights: WeightsSettings = WeightsSettings()
     """Publication of policy versions."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Held-out prompts while training goes on."""
     mlflow: MLflowSettings = MLflowSettings()
     """Tracking."""
     flink: FlinkSettings = FlinkSettings()

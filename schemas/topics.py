@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 PROMPTS, ADMISSIONS, ROLLOUTS, SCORED, BATCHES = "prompts", "admissions", "rollouts", "scored", "batches"
+HELD_OUT, EVALUATIONS = "prompts.held_out", "evaluations"
 OUTCOMES, WEIGHTS, ACKS, STEPS, CONTROL, DEAD = "outcomes", "weights", "weights.acks", "steps", "control", "dead"
-ALL = (PROMPTS, ADMISSIONS, ROLLOUTS, SCORED, BATCHES, OUTCOMES, WEIGHTS, ACKS, STEPS, CONTROL, DEAD)
+ALL = (PROMPTS, HELD_OUT, ADMISSIONS, ROLLOUTS, SCORED, BATCHES, OUTCOMES, WEIGHTS, ACKS, STEPS, EVALUATIONS, CONTROL, DEAD)
 #: Topics whose rows are independent of each other; the others are logs that need one order, hence one partition.
 PARTITIONED = (ROLLOUTS, SCORED)
 

@@ -7,7 +7,7 @@ def test_every_sample_once():
                 [*(outcome(0, i, "trained", step=1) for i in range(4)), outcome(1, 0, "stale"), outcome(1, 1, "filtered")],
                 [("d/0/1", 2)])
     assert a.adds_up
-    assert a.summary() == {"admitted": 8, "trained": 4, "stale_dropped": 1, "filtered": 1, "late": 0, "aborted": 0, "dead": 0, "end_of_run": 0,
+    assert a.summary() == {"admitted": 8, "trained": 4, "evaluated": 0, "stale_dropped": 1, "filtered": 1, "late": 0, "aborted": 0, "dead": 0, "end_of_run": 0,
                            "buffered": 1, "in_flight": 1, "duplicates": 0}
 
 

@@ -52,11 +52,11 @@ class FakeEngine:
     def __init__(self):
         self.running, self.weights, self.label, self.log, self.fail = {}, None, None, [], None
 
-    def add(self, ident, prompt_ids, max_tokens, salt):
+    def add(self, ident, prompt_ids, max_tokens, salt, greedy):
         if 0 in prompt_ids:
             raise ValueError("token 0 is not in the vocabulary")
         self.running[ident] = (max_tokens, [])
-        self.log.append(("add", salt))
+        self.log.append(("add", salt, greedy))
 
     def step(self):
         assert self.weights is not None, "nothing may be sampled from weights that belong to no version"
@@ -441,7 +441,7 @@ def test_what_happens_to_the_cache():
         b = Bench(mode=mode).serving(version=5)
         b.submit(0)
         b.turns(1)
-        assert [x for x in b.engine.log if x[0] == "add"] == [("add", salt)]
+        assert [x for x in b.engine.log if x[0] == "add"] == [("add", salt, False)]
         assert [x[0] for x in b.engine.log].count("reset") == resets
 
 
@@ -464,6 +464,18 @@ def test_a_sequence_older_than_max_lag_is_aborted_with_what_it_has():
     b.hold(12)
     b.turns(1)
     assert len(b.results) == 2 and set(b.engine.running) == {"i2"}, "what still waits is not too old: it starts on the held version"
+
+
+def test_a_held_out_sequence_is_never_too_old_nor_to_be_trained_on():
+    b = Bench(max_lag=0, max_tokens=6).serving(version=1)
+    b.submit(0, group_id="evaluation:d/1/0", greedy=True)
+    b.turns(2)
+    b.hold(9)
+    b.turns(6)
+    assert ("add", label(0, 1), True) in b.engine.log
+    (r,) = b.results
+    assert (r.finish_reason, r.policy_version_min, r.policy_version_max, r.sampling["temperature"]) == ("length", 1, 9, 0.0)
+    assert len(r.token_ids) == 3 + 6 and not any(r.loss_mask) and r.rollout_logprobs == [None] * 9
 
 
 def test_a_sequence_that_has_sampled_nothing_is_not_old():

@@ -5,7 +5,8 @@ import pytest
 
 from deploy.models import make_demo_model
 from jobs.cli import main
-from jobs.evaluate import pass_at_k, report, score
+from jobs.evaluate import Score, report
+from operators.evaluation import figures, pass_at_k
 from schemas.records import Rollout
 
 
@@ -19,7 +20,7 @@ def test_pass_at_k_is_unbiased():
 
 
 def test_what_nobody_could_grade_counts_as_wrong_and_is_counted():
-    s = score([[1.0, 0.0], [None, 0.5]], 1.0, temperature=1.0, truncated=0.0, tokens=1, seconds=1.0, policy_version=None)
+    s = Score(**vars(figures([[1.0, 0.0], [None, 0.5]], 1.0)), temperature=1.0, truncated=0.0, tokens=1, seconds=1.0, policy_version=None)
     assert (s.reward, s.ungraded) == (0.375, 1)
     assert s.pass_at == {1: 0.25, 2: 0.5} and s.pass_at_1_error == pytest.approx(0.25)
     assert json.loads(report(s).splitlines()[-1])["pass_at"] == {"1": 0.25, "2": 0.5}

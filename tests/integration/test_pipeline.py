@@ -29,8 +29,8 @@ from operators.accounting import account_topics
 from operators.log import Writer, ensure_topics, producer, read
 from operators.waits import waits_of
 from schemas.record import encode, rows_of
-from schemas.records import Admission, Dead, Manifest, Prompt, Rollout, Sequence, Step, Weights
-from schemas.topics import ADMISSIONS, BATCHES, DEAD, OUTCOMES, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, topic
+from schemas.records import Admission, Dead, Evaluation, Manifest, Prompt, Rollout, Sequence, Step, Weights
+from schemas.topics import ADMISSIONS, BATCHES, DEAD, EVALUATIONS, HELD_OUT, OUTCOMES, PROMPTS, ROLLOUTS, SCORED, STEPS, WEIGHTS, topic
 from tests.chaos.driver import FIND
 from tests.integration.conftest import SMALL
 
@@ -66,7 +66,7 @@ def until(what: str, condition, seconds: float = 120):
 @pytest.fixture(scope="module")
 def run(stack, model):
     """(settings, summary) of a run that ended by itself, with bad bytes among its prompts."""
-    s = settings(stack, model, "loop", **{"run.max_steps": STEPS_TO_RUN})
+    s = settings(stack, model, "loop", **{"run.max_steps": STEPS_TO_RUN, "evaluation.every": 5, "evaluation.samples": 2})
     ensure_topics(s.kafka, s.run.id)
     bad = Writer(s.kafka)
     bad.write(topic(s.run.id, PROMPTS), b"these are no Arrow bytes")
@@ -74,10 +74,15 @@ def run(stack, model):
         dataset="odd", dataset_pass=0, prompt_ordinal=0, prompt_id="too long", prompt="1" * 200, answer="1", task="characters")]))
     bad.write(topic(s.run.id, PROMPTS), encode([Prompt(
         dataset="odd", dataset_pass=0, prompt_ordinal=1, prompt_id="no such task", prompt="01+01=", answer="11", task="no_such_task")]))
-    for name in (OUTCOMES, ROLLOUTS, BATCHES, STEPS, ADMISSIONS, WEIGHTS):
+    for name in (OUTCOMES, ROLLOUTS, BATCHES, STEPS, ADMISSIONS, WEIGHTS, HELD_OUT):
         bad.write(topic(s.run.id, name), b"garbage for " + name.encode())
     bad.close()
-    return s, Run(s).go(lambda s: load_prompts(s, "demo", size=1000))
+
+    def load(s):
+        load_prompts(s, "demo", size=10, seed=99, held_out=True)
+        return load_prompts(s, "demo", size=1000)
+
+    return s, Run(s).go(load)
 
 
 def test_a_run_ends_by_itself_and_adds_up(run):
@@ -89,6 +94,24 @@ def test_a_run_ends_by_itself_and_adds_up(run):
     assert made["lag_max"] <= 2
     assert json.loads((s.run_dir / "summary.json").read_text()) == made
     assert (s.run_dir / "learning.png").stat().st_size > 10_000
+
+
+def test_held_out_prompts_are_evaluated_while_the_run_goes_on(run):
+    s, made = run
+    rounds = {e["version"]: e for e in made["evaluations"]}
+    assert rounds.keys() >= {0, 5} and all((e["prompts"], e["samples"], e["ungraded"]) == (10, 2, 0) for e in rounds.values())
+    found = records(s, EVALUATIONS, Evaluation)
+    assert made["accounting"]["evaluated"] == 2 * len(found)
+    first = [r for r in records(s, SCORED, Rollout) if r.group_id.startswith("evaluation:") and r.dataset_pass == 5]
+    assert {(r.group_id, r.sample_index) for r in first} == {(f"{first[0].dataset}/5/{i}", j) for i in range(10) for j in range(2)}
+    assert all(r.policy_version_min >= 5 and not any(r.loss_mask) and r.ref_logprobs is None for r in first)
+    rewards = {(r.group_id, r.sample_index): r.reward for r in first}
+    assert rounds[5]["reward"] == pytest.approx(sum(rewards.values()) / 20)
+    assert not [x for m in records(s, BATCHES, Manifest) for x in m.samples if x["group_id"].startswith("evaluation:")]
+    from operators.tracking import client
+
+    history = {m.step: m.value for m in client(s).get_metric_history(made["mlflow_run_id"], "eval/reward")}
+    assert history[5] == pytest.approx(rounds[5]["reward"])
 
 
 def test_updates_land_inside_sequences(run):
