@@ -76,8 +76,14 @@ class Publication:
         return self._write(manifest.step, staged, metrics, manifest, checkpoint_uri)
 
     def keep(self, checkpoints: Iterable[int]) -> set[int]:
-        """The versions whose bytes are still needed: the newest ones on offer, the current one, those of checkpoints, and their bases."""
-        needed = {*sorted(self.line)[-self.settings.weights.keep:], *checkpoints, *([self.current.version] if self.current else ())}
+        """The versions whose bytes are still needed: the newest ones on offer, those overtaken a moment ago, the current one, those of
+        checkpoints, and their bases."""
+        w, versions, at = self.settings.weights, sorted(self.line, reverse=True), now()
+        needed = {*versions[:w.keep], *checkpoints, *([self.current.version] if self.current else ())}
+        for newer, version in itertools.pairwise(versions):
+            if (at - self.line[newer].offered_at).total_seconds() > w.keep_s:
+                break
+            needed.add(version)
         return needed.union(*({event.version for event in self._chain(version)} for version in needed))
 
     def _chain(self, version: int | None) -> Iterator[Weights]:

@@ -84,7 +84,7 @@ class Staged:
                 fs, remote = _remote(event.uri)
                 return fs.size(remote) == event.bytes
             return os.path.getsize(event.uri) == event.bytes
-        except OSError:
+        except Exception:  # see `_fetch`
             return False
 
 
@@ -243,7 +243,7 @@ def _fetch(event: Weights) -> bytearray:
             buffer = bytearray(fs.cat_file(path))
         else:
             buffer = read(event.uri)
-    except OSError as e:
+    except Exception as e:  # clients of stores raise what they like: botocore's errors are no OSErrors
         raise BadWeights(f"version {event.version} (epoch {event.epoch}) cannot be read from {event.uri}: {e}") from e
     if len(buffer) != event.bytes:
         raise BadWeights(f"{where(event)}: expected {event.bytes} bytes, found {len(buffer)}")
@@ -366,7 +366,7 @@ def _header(layout: Mapping[str, Spec]) -> bytes:
 def _remote(url: str):
     import fsspec
 
-    return fsspec.core.url_to_fs(url)
+    return fsspec.core.url_to_fs(url, use_listings_cache=False)  # others write there too
 
 
 def _remove(uri: str) -> None:

@@ -319,6 +319,8 @@ class WeightsSettings(Section):
     """Where versions are published, a folder all generators can read; by default DIR/ID/weights."""
     keep: Annotated[int, Field(ge=2)] = 4
     """Newest versions whose bytes are kept beside those that checkpoints and deltas need."""
+    keep_s: Annotated[float, Field(ge=0)] = 10
+    """How long the bytes of a version are kept at least after a newer one is on offer: whoever is fetching it comes to the end."""
     encoding: Literal["full", "delta"] = "full"
     """What is sent of a version: all its bytes, or lossless what changed since the one before (small for bfloat16 at a small lr)."""
     full_every: Positive | None = None

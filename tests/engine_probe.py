@@ -17,7 +17,7 @@ import time
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from operators.engine import EngineLoop
+from operators.engine import EngineLoop, UpdateRule
 from operators.engine_frames import ACK, RESULT, unpack_result
 from operators.loader import Arrival, WeightFiles
 from operators.rollouts import Rollouts, tokenizer_digest
@@ -69,12 +69,12 @@ class DirectLoader:
 
 
 class Probe:
-    def __init__(self, engine: VLLMEngine, model: str, mode: str = "reuse_partial", max_lag: int = 100):
+    def __init__(self, engine: VLLMEngine, model: str, mode: str = "reuse_partial", max_lag: int = 100, rule: UpdateRule = UpdateRule()):  # noqa: B008
         self.loader = DirectLoader(WeightFiles(model, SETTINGS.dtype))
         rollouts = Rollouts(SETTINGS.model_copy(update={"kv_cache_mode": mode}), run_id="r", generator_id="g", engine=engine.name,
                             tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(model), stop_ids=engine.stop_ids)
         self.loop = EngineLoop(engine, rollouts, self.loader, self._send, run_id="r", generator_id="g", capacity=SETTINGS.batch,
-                               max_lag=max_lag, kv_cache_mode=mode)
+                               max_lag=max_lag, kv_cache_mode=mode, rule=rule)
         self.rollouts: list[bytes] = []
         self.acks: list[bytes] = []
         self.count = 0
@@ -134,6 +134,22 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         probe.submit("20 + 9 = 29")  # after the switch: its prefix lies in the cache, computed by the old version
         probe.finish()
         probe.report(f"switch {mode}")
+
+    probe, other = started(), itertools.cycle((b, a))
+    for i in range(32):
+        probe.submit(f"{i} + {i * 37} = " + "1" * (i % 7))
+    while len(probe.rollouts) < probe.count:
+        probe.turns(5)
+        probe.offer(event(next(other)))
+    probe.report("often")
+
+    for name, rule in (("by tokens", UpdateRule(8, "token")), ("by chunks", UpdateRule(100, "version", chunk=8))):
+        probe = started(rule=rule)
+        probe.submit("3 + 4 =")
+        while not probe.rollouts:
+            probe.offer(event(next(other)))
+            probe.turns(1)
+        probe.report(name)
 
     engine._params.seed = 11  # the same request samples the same tokens, as long as the weights are the same
     probe = started()

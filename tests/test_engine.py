@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -396,7 +397,7 @@ def test_a_refused_version_leaves_the_held_one_alone():
     b.loop.offer(weights(3), 0.0)
     b.loader.arrive(cause="expected digest x, found y")
     b.turns(9)
-    assert b.engine.log == [("write", 2), ("add", label(0, 2))], "the engine was not touched"
+    assert b.engine.log == [("write", 2), ("add", label(0, 2), False)], "the engine was not touched"
     assert b.results[0].policy_version_max == 2
     assert (b.acks[-1].status, b.acks[-1].version, b.acks[-1].cause) == ("failed", 3, "expected digest x, found y")
 
@@ -802,22 +803,21 @@ def logprobs(model, ids, cache=None):
     return torch.log_softmax(logits.float() / SETTINGS.temperature, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
-def expected(rollout: Rollout, models, mode: str) -> list[float]:
-    """Behaviour log-probabilities by transformers: old weights before the switch, new ones after it, on the old cache or on a new one."""
+def expected(rollout: Rollout, models: dict, mode: str = "reuse") -> list[float]:
+    """Behaviour log-probabilities by transformers, `models` by version: each span by its own weights, on the cache that the spans before it
+    have left, or on a new one."""
     from transformers import DynamicCache
 
-    start, ids = rollout.prompt_length, rollout.token_ids
-    spans = [*(s["start"] for s in rollout.version_spans), len(ids)]
-    if len(spans) == 2:
-        return logprobs(models[0], ids)[start - 1:]
-    switch = spans[1]
-    before = logprobs(models[0], ids[:switch])[start - 1:]
-    if mode == "recompute":
-        return before + logprobs(models[1], ids)[switch - 1:]
-    cache = DynamicCache()
-    with torch.no_grad():  # the last token sampled by the old weights is fed to the new ones
-        models[0](torch.tensor([ids[:switch - 1]]), past_key_values=cache)
-    return before + logprobs(models[1], ids[switch - 1:], cache)
+    ids, out, cache, at = rollout.token_ids, [], DynamicCache(), 0
+    starts = [s["start"] for s in rollout.version_spans]
+    for span, end in zip(rollout.version_spans, [*starts[1:], len(ids)], strict=True):
+        model = models[span["policy_version"]]
+        if mode == "recompute":
+            out += logprobs(model, ids[:end])[span["start"] - 1:]
+        else:  # the last token sampled by the old weights is fed to the new ones
+            out += logprobs(model, ids[at:end], cache)[span["start"] - 1 - at:]
+        at = end - 1
+    return out
 
 
 def sampled_logprobs(rollout: Rollout) -> list[float]:
@@ -832,7 +832,7 @@ def test_tokens_before_a_switch_follow_the_old_weights_and_those_after_it_the_ne
     old, new = (a.version for a in acks)
     for r in crossing:
         assert r.version_spans[0] == {"start": r.prompt_length, "policy_version": old}
-        assert sampled_logprobs(r) == pytest.approx(expected(r, models, mode), abs=1e-4)
+        assert sampled_logprobs(r) == pytest.approx(expected(r, {old: models[0], new: models[1]}, mode), abs=1e-4)
     assert sum(len(r.version_spans) == 2 for r in crossing) >= 2, "else nothing was tested"
     for r in crossing:
         if len(r.version_spans) == 2:
@@ -840,6 +840,25 @@ def test_tokens_before_a_switch_follow_the_old_weights_and_those_after_it_the_ne
     assert after.version_spans == [{"start": after.prompt_length, "policy_version": new}]
     if mode != "reuse":  # there a new sequence may share a prefix that the old version computed
         assert sampled_logprobs(after) == pytest.approx(logprobs(models[1], after.token_ids)[after.prompt_length - 1:], abs=1e-4)
+
+
+def test_labels_are_exact_under_an_update_every_five_tokens(probe):
+    found, models, _ = probe
+    rollouts, acks = found["often"]
+    by_version = {a.version: models[i % 2] for i, a in enumerate(acks)}
+    assert len(rollouts) == 32 and sum(len(r.version_spans) >= 4 for r in rollouts) >= 16
+    for r in rollouts:
+        assert sampled_logprobs(r) == pytest.approx(expected(r, by_version), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["by tokens", "by chunks"])
+def test_updates_come_by_tokens_in_the_real_engine(probe, name):
+    found, _, _ = probe
+    (r,), _ = found[name]
+    response = len(r.token_ids) - r.prompt_length
+    assert [s["start"] - r.prompt_length for s in r.version_spans] == list(range(0, response, 8))
+    _, *later = (s["policy_version"] for s in r.version_spans)
+    assert [b - a for a, b in itertools.pairwise(later)] == [8] * (len(later) - 1), "one is offered a turn, and the newest is taken"
 
 
 def test_there_and_back_again_is_the_same(probe):
@@ -895,7 +914,7 @@ def test_the_engine_gives_what_an_aborted_sequence_had(probe):
     assert r.finish_reason == "abort" and "older than max_lag" in r.finish_cause
     assert [s["policy_version"] for s in r.version_spans] == [acks[0].version, acks[1].version]
     assert len(r.token_ids) == r.prompt_length + 5
-    assert sampled_logprobs(r) == pytest.approx(expected(r, models, "reuse"), abs=1e-4)
+    assert sampled_logprobs(r) == pytest.approx(expected(r, {a.version: m for a, m in zip(acks, models, strict=False)}), abs=1e-4)
 
 
 def test_prompts_are_tokenised_as_the_models_tokenizer_does(probe):

@@ -4,6 +4,7 @@ import queue
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -11,7 +12,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 import torch
 
-from operators import checkpoint, rendezvous, weights
+from operators import checkpoint, publication, rendezvous, weights
 from operators.checkpoint import BadCheckpoint
 from operators.log import BrokerAway, Message
 from operators.publication import Publication
@@ -164,9 +165,11 @@ def published(tmp_path, log, *staged):
     return p
 
 
-def test_the_bases_of_deltas_that_are_needed_are_kept(tmp_path):
+def test_the_bases_of_deltas_that_are_needed_are_kept(tmp_path, monkeypatch):
     p = published(tmp_path, FakeLog(), FakeStaged(tmp_path, "0"), *(FakeStaged(tmp_path, str(v), v - 1 if v % 5 else None) for v in range(1, 14)))
-    assert p.settings.weights.keep == 4
+    assert (p.settings.weights.keep, p.settings.weights.keep_s) == (4, 10)
+    assert p.keep([]) == set(range(14)), "all were overtaken a moment ago: somebody may be fetching one"
+    monkeypatch.setattr(publication, "now", lambda: now() + timedelta(seconds=11))
     assert p.keep([]) == {10, 11, 12, 13}, "10 is full"
     assert p.keep([7]) == {5, 6, 7, 10, 11, 12, 13}
 
@@ -314,7 +317,8 @@ def test_control_wakes_and_other_records_are_refused(tmp_path):
         rank.take(encode([FakeStaged(tmp_path, "d").offer(0, 1, "run")]))
 
 
-def test_bytes_are_kept_for_checkpoints_and_the_newest_versions(tmp_path):
+def test_bytes_are_kept_for_checkpoints_and_the_newest_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr(publication, "now", lambda: now() + timedelta(seconds=11))
     rank = make_rank(tmp_path)
     path = checkpoint.clear(tmp_path, 1)
     path.mkdir(parents=True)

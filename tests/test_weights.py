@@ -8,14 +8,28 @@ from safetensors.torch import load_file, save_file
 
 from operators import weights
 from operators.weights import BadWeights
+from tests.object_store import ObjectStore
 
 TENSORS = {"b.weight": torch.arange(15.0).reshape(3, 5), "a": torch.randn(7), "count": torch.arange(3), "none": torch.zeros(0, 4),
            "one": torch.tensor(2.0)}
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    made = ObjectStore(tmp_path_factory.mktemp("s3") / "store")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in made.environment.items():
+            patch.setenv(name, value)
+        yield made
+    made.stop()
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
 def folder(request, tmp_path):
-    return str(tmp_path / "weights") if request.param == "disk" else f"memory://{tmp_path.name}/weights"
+    """A path, and URLs: fsspec's own memory, and a real object store."""
+    if request.param == "disk":
+        return str(tmp_path / "weights")
+    return f"memory://{tmp_path.name}/weights" if request.param == "memory" else f"{request.getfixturevalue('store').url}/{tmp_path.name}/weights"
 
 
 def publish(folder, version=3, tensors=TENSORS, dtype="bfloat16", epoch=0):
@@ -73,6 +87,19 @@ def test_bytes_that_are_gone_or_cut_short_are_not_there(folder):
     assert not weights.Staged.is_there(dataclasses.replace(event, bytes=event.bytes + 1))
     weights.prune(folder, set())
     assert not weights.Staged.is_there(event)
+
+
+def test_a_store_that_is_away_is_a_refusal_and_what_it_had_is_there_again(store, tmp_path):
+    """kill -9 of the server: its client's errors are no OSErrors, and must not be the end of a loader."""
+    event = publish(f"{store.url}/{tmp_path.name}")
+    store.stop()
+    try:
+        with pytest.raises(BadWeights, match=f"version 3 .*cannot be read from {event.uri}"):
+            weights.fetch(event)
+        assert not weights.Staged.is_there(event)
+    finally:
+        store.start()
+    assert weights.decode(event, weights.fetch(event)).keys() == TENSORS.keys()
 
 
 def test_nothing_is_visible_before_it_is_offered(tmp_path):

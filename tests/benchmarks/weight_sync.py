@@ -3,6 +3,9 @@
 SmolLM2-135M in bfloat16 with float32 master weights takes reinforcement steps with `operators.trainer.Trainer` on its own samples
 (arithmetic prompts, groups of eight, a reward for digits, leave-one-out advantages), at two learning rates from the same start. Each
 version is published as the train job does it and loaded as an engine does it; a delta that does not make the trainer's bytes fails.
+
+Beside them what int8 (symmetric, a scale a row) would hide of an update: its error as a KL divergence between next-token distributions, held
+against that of the update itself. It is no encoding of the pipeline's: this is why.
 """
 
 from __future__ import annotations
@@ -71,6 +74,41 @@ def step_of(number: int, groups: list[list[Sample]], budget: int) -> tuple[Any, 
     return step_of_rows(number, rows, budget)
 
 
+class Divergence:
+    """KL(p || q), nats a token, between the next-token distributions that two versions give on the same texts."""
+
+    def __init__(self, model: str, texts: list[list[int]]):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        self._texts = texts
+
+    def logprobs(self, tensors: dict[str, Any]) -> Any:
+        import torch
+
+        self._network.load_state_dict(tensors, strict=False)
+        with torch.inference_mode():
+            return torch.cat([self._network(torch.tensor([t])).logits[0].float().log_softmax(-1) for t in self._texts])
+
+    @staticmethod
+    def kl(p: Any, q: Any) -> float:
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def int8(tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(codes, what a generator would hold) of matrices, symmetric with a scale a row; everything else stays as it is."""
+    import torch
+
+    codes, held = {}, dict(tensors)
+    for name, t in tensors.items():
+        if t.dim() == 2:
+            scale = t.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+            codes[name] = (t.float() / scale).round().to(torch.int8)
+            held[name] = (codes[name].float() * scale).to(t.dtype)
+    return codes, held
+
+
 def published(settings: Settings, batches: list[list[list[Sample]]]) -> list[dict[str, float]]:
     """One entry a version: bytes of both forms and the seconds of each part."""
     import torch
@@ -84,6 +122,9 @@ def published(settings: Settings, batches: list[list[list[Sample]]]) -> list[dic
     deltas = weights.Deltas(full_every=1 << 30)
     event = deltas.stage(trainer.stage_weights(), 0, None).offer(0, 0, "benchmark")
     before = {n: t.clone() for n, t in _load(generator, event)[0].items()}
+    divergence = Divergence(settings.model.path, [s.prompt + s.response for s in batches[0][0][:4]])
+    old, (old_codes, old_held) = divergence.logprobs(before), int8(before)
+    old_int8 = divergence.logprobs(old_held)
     found = []
     for number, groups in enumerate(batches, 1):
         metrics = trainer.train(*step_of(number, groups, settings.packing.token_budget))
@@ -97,6 +138,12 @@ def published(settings: Settings, batches: list[list[list[Sample]]]) -> list[dic
         tensors, phases = _load(generator, event)  # raises if the bytes are not the trainer's: the event has their digest
         changed = sum(int((tensors[n] != before[n]).sum()) for n in tensors) / sum(t.numel() for t in tensors.values())
         before = {n: t.clone() for n, t in tensors.items()}
+        new, (codes, held) = divergence.logprobs(before), int8(before)
+        new_int8 = divergence.logprobs(held)
+        hidden = {"kl_update": divergence.kl(new, old), "kl_int8": divergence.kl(new, new_int8),
+                  "kl_update_int8": divergence.kl(new_int8, old_int8),
+                  "codes_changed": sum(int((codes[n] != old_codes[n]).sum()) for n in codes) / sum(c.numel() for c in codes.values())}
+        old, old_codes, old_int8 = new, codes, new_int8
         base = memoryview(weights.read(weights.by_handle(generator._held[1])))
         began = time.perf_counter()
         bytearray(base)
@@ -104,9 +151,9 @@ def published(settings: Settings, batches: list[list[list[Sample]]]) -> list[dic
         assert event.encoding == "delta" and torch.isfinite(torch.tensor(metrics["loss"]))
         found.append({"full": size, "delta": event.bytes, "changed": changed, "stage_s": staged, "stage_cpu_s": staged_cpu,
                       "delta_s": made, "delta_cpu_s": made_cpu, "fetch_ms": phases["fetch"], "decode_ms": phases["decode"],
-                      "copy_ms": 1000 * copied})
+                      "copy_ms": 1000 * copied, **hidden})
         print(f"  version {number}: {event.bytes:,} of {size:,} bytes ({100 * event.bytes / size:.2f} %), {100 * changed:.2f} % of the "
-              f"values changed, made in {made:.2f} s", flush=True)
+              f"values changed, made in {made:.2f} s; KL of the update {hidden['kl_update']:.2e}, of int8 {hidden['kl_int8']:.2e}", flush=True)
     return found
 
 
@@ -152,6 +199,9 @@ def run(*, quick: bool = False) -> None:
             mean(f"{lr}: generator: fetching and applying the delta", [m["fetch_ms"] for m in made], "ms"),
             mean(f"{lr}: generator: checking digest and layout", [m["decode_ms"] for m in made], "ms"),
             mean(f"{lr}: copying a version's bytes once", [m["copy_ms"] for m in made], "ms"),
+            mean(f"{lr}: KL of an update", [m["kl_update"] for m in made], "nats"),
+            mean(f"{lr}: KL of rounding a version to int8", [m["kl_int8"] for m in made], "nats"),
+            mean(f"{lr}: int8 codes that an update changes", [m["codes_changed"] for m in made], "ratio"),
         ]
     report("weight_sync", measures[0], measures[1:], sides=sides, settings={"quick": quick, "steps": steps, "samples a step": a_step * GROUP},
            seeds={"sampling": 0}, on=on)
