@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from jobs.progress import Progress
 from operators.accounting import Accounts
+from operators.evaluation import Figures
 from schemas.settings import Settings
 
 
@@ -67,12 +68,17 @@ def summary(progress: Progress, accounts: Accounts, spans: Spans, wall_s: float,
         "weight_updates_applied": len(applied),
         "weight_updates_failed": len(progress.failed),
         "tokens_generated": spans.tokens,
-        "evaluations": [{"version": v, **asdict(f)} for v, f in sorted(progress.curve.rounds.items())],
+        "evaluations": [_round(v, f) for v, f in sorted(progress.curve.rounds.items())],
         "accounting": accounts.summary(),
         "accounting_adds_up": accounts.adds_up,
         "wall_s": round(wall_s, 1),
         "mlflow_run_id": mlflow_run_id,
     }
+
+
+def _round(version: int, f: Figures) -> dict:
+    """With text keys, as in the file."""
+    return {"version": version, **asdict(f), "pass_at": {str(k): p for k, p in f.pass_at.items()}}
 
 
 def plot(progress: Progress, path: Path, title: str) -> None:

@@ -66,7 +66,7 @@ def until(what: str, condition, seconds: float = 120):
 @pytest.fixture(scope="module")
 def run(stack, model):
     """(settings, summary) of a run that ended by itself, with bad bytes among its prompts."""
-    s = settings(stack, model, "loop", **{"run.max_steps": STEPS_TO_RUN, "evaluation.every": 5, "evaluation.samples": 2})
+    s = settings(stack, model, "loop", **{"run.max_steps": STEPS_TO_RUN, "evaluation.every": 4, "evaluation.samples": 2})
     ensure_topics(s.kafka, s.run.id)
     bad = Writer(s.kafka)
     bad.write(topic(s.run.id, PROMPTS), b"these are no Arrow bytes")
@@ -79,7 +79,7 @@ def run(stack, model):
     bad.close()
 
     def load(s):
-        load_prompts(s, "demo", size=10, seed=99, held_out=True)
+        load_prompts(s, "demo", size=4, seed=99, held_out=True)
         return load_prompts(s, "demo", size=1000)
 
     return s, Run(s).go(load)
@@ -99,19 +99,20 @@ def test_a_run_ends_by_itself_and_adds_up(run):
 def test_held_out_prompts_are_evaluated_while_the_run_goes_on(run):
     s, made = run
     rounds = {e["version"]: e for e in made["evaluations"]}
-    assert rounds.keys() >= {0, 5} and all((e["prompts"], e["samples"], e["ungraded"]) == (10, 2, 0) for e in rounds.values())
+    assert 0 in rounds and len(rounds) >= 2 and all((e["prompts"], e["samples"], e["ungraded"]) == (4, 2, 0) for e in rounds.values())
     found = records(s, EVALUATIONS, Evaluation)
     assert made["accounting"]["evaluated"] == 2 * len(found)
-    first = [r for r in records(s, SCORED, Rollout) if r.group_id.startswith("evaluation:") and r.dataset_pass == 5]
-    assert {(r.group_id, r.sample_index) for r in first} == {(f"{first[0].dataset}/5/{i}", j) for i in range(10) for j in range(2)}
-    assert all(r.policy_version_min >= 5 and not any(r.loss_mask) and r.ref_logprobs is None for r in first)
+    version = sorted(rounds)[1]
+    first = [r for r in records(s, SCORED, Rollout) if r.group_id.startswith("evaluation:") and r.dataset_pass == version]
+    assert {(r.group_id, r.sample_index) for r in first} == {(f"{first[0].dataset}/{version}/{i}", j) for i in range(4) for j in range(2)}
+    assert all(r.policy_version_min >= version and not any(r.loss_mask) and r.ref_logprobs is None for r in first)
     rewards = {(r.group_id, r.sample_index): r.reward for r in first}
-    assert rounds[5]["reward"] == pytest.approx(sum(rewards.values()) / 20)
+    assert rounds[version]["reward"] == pytest.approx(sum(rewards.values()) / 8)
     assert not [x for m in records(s, BATCHES, Manifest) for x in m.samples if x["group_id"].startswith("evaluation:")]
     from operators.tracking import client
 
     history = {m.step: m.value for m in client(s).get_metric_history(made["mlflow_run_id"], "eval/reward")}
-    assert history[5] == pytest.approx(rounds[5]["reward"])
+    assert history[version] == pytest.approx(rounds[version]["reward"])
 
 
 def test_updates_land_inside_sequences(run):
@@ -350,7 +351,7 @@ def test_the_end_of_the_prompts_ends_the_run(stack, model, run):
     s = settings(stack, model, "tail", **{"training.ranks": 1, "reference.enabled": "false", "training.kl_coef": 0, "grouping.zero_variance": "train"})
     made = Run(s).go(lambda s: load_prompts(s, "demo", size=20))  # 80 samples, steps of 32
     assert made["steps"] == 2
-    assert made["accounting"] | {"duplicates": 0} == {"admitted": 80, "trained": 64, "end_of_run": 16, "stale_dropped": 0, "filtered": 0,
+    assert made["accounting"] | {"duplicates": 0} == {"admitted": 80, "trained": 64, "evaluated": 0, "end_of_run": 16, "stale_dropped": 0, "filtered": 0,
                                                       "late": 0, "aborted": 0, "dead": 0, "buffered": 0, "in_flight": 0, "duplicates": 0}
 
 
