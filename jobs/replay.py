@@ -24,13 +24,14 @@ from operators.log import Message, NoTopic, client_config, consumer, ends, read,
 from schemas import topics as names
 from schemas.record import BadRecord, name_of
 from schemas.record import read as read_record
-from schemas.records import RECORDS, Ack, Admission, Control, Dead, Outcome, Prompt, Rollout, Sequence, Step, Weights
+from schemas.records import RECORDS, Ack, Admission, Control, Dead, Evaluation, Outcome, Prompt, Rollout, Sequence, Step, Weights
 from schemas.settings import KafkaSettings
 from schemas.topics import topic
 
 #: The record a topic is named after; another kind in it goes to a file of its own.
-MAIN = {names.PROMPTS: Prompt, names.ADMISSIONS: Admission, names.ROLLOUTS: Rollout, names.SCORED: Rollout, names.BATCHES: Sequence,
-        names.OUTCOMES: Outcome, names.WEIGHTS: Weights, names.ACKS: Ack, names.STEPS: Step, names.CONTROL: Control, names.DEAD: Dead}
+MAIN = {names.PROMPTS: Prompt, names.HELD_OUT: Prompt, names.ADMISSIONS: Admission, names.ROLLOUTS: Rollout, names.SCORED: Rollout,
+        names.BATCHES: Sequence, names.OUTCOMES: Outcome, names.WEIGHTS: Weights, names.ACKS: Ack, names.STEPS: Step,
+        names.EVALUATIONS: Evaluation, names.CONTROL: Control, names.DEAD: Dead}
 CLASSES = {r.record_name: r for r in RECORDS}
 ORIGIN = [pa.field("kafka_partition", pa.int32(), nullable=False), pa.field("kafka_offset", pa.int64(), nullable=False),
           pa.field("kafka_timestamp", pa.timestamp("ms", tz="UTC"), nullable=False)]

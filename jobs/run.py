@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,13 +55,14 @@ class Run:
 
     STALL_S = 1800.0  # no record on any watched topic for so long fails the run
     CLUSTER_AWAY_S = 120.0  # how long the cluster may not answer
+    SAME_SIGNAL_S = 0.5  # a signal so soon after another is the same one
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.folder = settings.run_dir
         self.progress = Progress(max_steps=settings.run.max_steps, curve=Curve(settings.evaluation.right))
         self.jobs: dict[str, str] = {}
-        self._stop = threading.Event()
+        self._stop_asked_at: float | None = None  # by a signal
         self._away_since: float | None = None  # since when the cluster does not answer
 
     def go(self, load_prompts=None, end_of_prompts: bool = True) -> dict:
@@ -100,9 +100,13 @@ class Run:
         return self._leave(accounts, time.monotonic() - begin)
 
     def _on_signal(self, number, frame) -> None:
-        if self._stop.is_set():
+        # No lock here, which an Event has: a signal can come while the handler of the one before still holds it. And `timeout`, make or a
+        # terminal may pass one on that has come already.
+        at = time.monotonic()
+        if self._stop_asked_at is None:
+            self._stop_asked_at = at
+        elif at - self._stop_asked_at > self.SAME_SIGNAL_S:
             raise KeyboardInterrupt  # the second one does not wait
-        self._stop.set()
 
     def _watch(self, display: Display) -> None:
         s = self.settings
@@ -121,7 +125,7 @@ class Run:
                     if isinstance(r, Ack) and r.status == "failed":
                         display.say(f"generator {r.generator_id} could not apply version {r.version}: {r.cause}")
                 display.draw()
-                if self._stop.is_set() and not told:
+                if self._stop_asked_at is not None and not told:
                     told = True
                     display.say("stopping: steps that are formed are still trained (again to end at once)")
                     say(s, "stop", "asked for by a signal")

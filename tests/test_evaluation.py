@@ -2,6 +2,8 @@ import dataclasses
 
 import pytest
 
+from jobs.cli import main
+from jobs.prompts import held_out_options, prompts_of
 from operators.admission import Admitter
 from operators.evaluation import Curve, Rounds, held_out, is_evaluation
 from operators.grouping import Grouper, row_of
@@ -159,6 +161,19 @@ def test_a_round_is_told_when_its_last_prompt_is_there_and_once():
     m = curve.metrics(30)
     assert (m["eval/reward"], m["eval/pass_at_1"], m["eval/pass_at_2"], m["eval/ungraded"]) == (0.5, 0.5, pytest.approx(2 / 3), 1.0)
     assert curve.feed([record(2, 1.0, 1.0)]) == [] and list(curve.rounds) == [30]
+
+
+def test_held_out_problems_are_few_and_others_than_those_of_training():
+    options = held_out_options("demo", None, 3)
+    found = list(prompts_of("demo", size=options["size"], seed=options["seed"], limit=options["limit"]))
+    assert len(found) == 64 and found[0].dataset != next(prompts_of("demo", seed=3)).dataset
+    assert held_out_options("test.jsonl", 20, 3) == {"size": None, "seed": 0, "limit": 20}
+
+
+def test_held_out_prompts_without_rounds_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"--held-out SOURCE does nothing without --evaluation\.every"):
+        main(["run", "--model.path", str(tmp_path), "--held-out", "demo"])
 
 
 @pytest.mark.parametrize(("flags", "message"), [
