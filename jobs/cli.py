@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
 def _errors() -> tuple[type[Exception], ...]:
     """What is said for a person: it names what, where, and what to do. Only modules that are loaded can have raised theirs."""
     named = {"operators.log": ("BrokerAway", "BrokerRefuses", "NoTopic"), "jobs.run": ("RunFailed",), "jobs.prompts": ("BadPrompts",),
-             "jobs.dead": ("BadLetter",),
-             "operators.tasks": ("UnknownTask",), "deploy.stack": ("StackError",), "deploy.flink": ("SubmitFailed",),
+             "jobs.dead": ("BadLetter",), "operators.weights": ("BadWeights",), "operators.tasks": ("UnknownTask",),
+             "deploy.stack": ("StackError",), "deploy.flink": ("SubmitFailed",),
              "deploy.rest": ("Unreachable",), "deploy.jars": ("JarsAway",), "deploy.models": ("ModelMissing",)}
     return tuple(getattr(sys.modules[m], n) for m, names in named.items() if m in sys.modules for n in names)
 
@@ -226,6 +226,8 @@ def _run(settings: Settings, args: argparse.Namespace) -> int:
     _require_model(Path(settings.model.path), f"model.path {settings.model.path!r}")
     if args.held_out is not None and settings.evaluation.every is None:
         raise BadSettings("--held-out SOURCE does nothing without --evaluation.every N, the versions from one round to the next")
+    if args.held_out is not None and args.prompts is None:
+        raise BadSettings("--held-out SOURCE is loaded with --prompts; by itself: `pipelinerl prompts load SOURCE --held-out`")
     from jobs.run import Run, RunFailed, begun
 
     print(topology(settings))

@@ -12,13 +12,13 @@ FOLDER = Path("out") / "demo"
 
 #: Unary numbers (`19=` is answered by nineteen `1`s) with a character model of 91k parameters.
 TINY = {
-    "run.max_steps": 450,
+    "run.max_steps": 420,
     "generation.batch": 10, "generation.max_tokens": 50, "generation.max_model_len": 128, "generation.dtype": "float32",
     "generation.kv_cache_mb": 64,
     "grouping.group_size": 8, "grouping.timeout_s": 60,
     "packing.token_budget": 4096,
     "training.batch": 64, "training.max_lag": 3, "training.lr": 4e-4, "training.betas": [0.9, 0.99], "training.warmup_steps": 30,
-    "training.decay_steps": 450, "training.gradient_clipping": 0.1, "training.dtype": "float32", "training.denominator": "tokens",
+    "training.decay_steps": 420, "training.gradient_clipping": 0.1, "training.dtype": "float32", "training.denominator": "tokens",
     "training.checkpoint_every": 100,
     "flink.tick_ms": 50, "flink.bundle_ms": 50, "flink.bundle_size": 1000,
 }

@@ -264,7 +264,8 @@ class AdmissionFunction(KeyedProcessFunction):
         self._prompts.assign([self._partition])
         self._waiting: collections.deque = collections.deque()
         self._looked_at = 0.0
-        rounds, prompts = self._admitter.rounds, self._held_out() if s.evaluation.every else []
+        held_out_open = any(a.kind == "evaluation" for a in open_groups)
+        rounds, prompts = self._admitter.rounds, self._held_out() if s.evaluation.every or held_out_open else []
         if rounds.version is not None:  # the rest of the round that was under way; `evaluate` knows what was admitted of it
             rounds.left.extend(prompts)
         held, held_out_at = self._dispatched.value() or 0, dict(prompts)

@@ -49,6 +49,13 @@ def test_a_model_folder_is_evaluated(tmp_path, capsys):
         assert reward is None or (reward == 1) == (text == prompt["answer"])
 
 
+def test_a_folder_whose_weights_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    with pytest.raises(SystemExit, match=r"is no model folder: model\.safetensors cannot be read"):
+        main(["eval", str(tmp_path), "--prompts", "demo", "--size", "2"])
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["nowhere", "--prompts", "demo"], "is no model folder"), (["MODEL", "--prompts", "demo", "--size", "4", "--greedy", "--samples", "4"], "one is enough"),
     (["MODEL", "--prompts", "demo", "--size", "4", "--to", "x.csv"], "a .parquet file"), (["MODEL", "--prompts", "x.jsonl"], "say who grades")])

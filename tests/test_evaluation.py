@@ -174,6 +174,8 @@ def test_held_out_prompts_without_rounds_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"--held-out SOURCE does nothing without --evaluation\.every"):
         main(["run", "--model.path", str(tmp_path), "--held-out", "demo"])
+    with pytest.raises(SystemExit, match="is loaded with --prompts"):
+        main(["run", "--model.path", str(tmp_path), "--held-out", "demo", "--evaluation.every", "5"])
 
 
 @pytest.mark.parametrize(("flags", "message"), [
