@@ -14,7 +14,7 @@ if __package__ in (None, ""):  # run as a file: `flink run -py jobs/generate.py`
 from pyflink.common import Types
 from pyflink.datastream import StreamExecutionEnvironment
 
-from jobs.streams import gated, keyed_bytes, run_job, sink
+from jobs.streams import gated, keyed, keyed_bytes, run_job, sink
 from operators.admission import AdmissionFunction
 from operators.generation import generation
 from schemas.records import Control, Outcome
@@ -31,7 +31,7 @@ def build(env: StreamExecutionEnvironment, settings: Settings) -> None:
         .name("admission").uid("admission")
     )
     rollouts = (
-        dispatched.key_by(lambda row: row[0], Types.INT())
+        keyed(dispatched)
         .process(generation(settings), output_type=keyed_bytes())
         .name("generation").uid("generation").set_parallelism(settings.generation.engines)
     )

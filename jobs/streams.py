@@ -20,6 +20,7 @@ from pyflink.datastream import DataStream, KeyedStream, StreamExecutionEnvironme
 from pyflink.datastream.connectors.base import DeliveryGuarantee
 from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaRecordSerializationSchema, KafkaSink, KafkaSource
 from pyflink.datastream.functions import FlatMapFunction
+from pyflink.java_gateway import get_gateway
 
 from operators.dead import DeadLetters
 from operators.lifeline import die_with_parent
@@ -137,14 +138,22 @@ def through(stream: DataStream, gate: Gate, output_type) -> DataStream:
     return stream.flat_map(gate, output_type=output_type).name(label).uid(label)
 
 
+def keyed(rows: DataStream) -> KeyedStream:
+    """Rows (slot, record) as records keyed by their slot: what `key_by` does, without the Python operator that it puts in front of
+    every stream to make such rows of its records."""
+    selected = rows._j_data_stream.keyBy(get_gateway().jvm.KeyByKeySelector(), Types.ROW([Types.INT()]).get_java_type_info())
+    return KeyedStream(selected, Types.PRIMITIVE_ARRAY(Types.BYTE()), rows)
+
+
 def dealt(stream: DataStream, control: DataStream, slots: list[int], name: str) -> KeyedStream:
-    """Messages as rows (slot, message), keyed by the slot, for `operators.offload`; each control record is an empty one to every slot,
-    so that what a restored slot holds is taken up again."""
+    """Messages keyed by a slot, for `operators.offload`; each control record is an empty one to every slot, so that what a restored slot
+    holds is taken up again."""
     rows = Types.ROW([Types.INT(), Types.PRIMITIVE_ARRAY(Types.BYTE())])
     messages = stream.map(lambda value: Row(slots[zlib.crc32(value) % len(slots)], value), output_type=rows)
+    # Under this name Flink runs it beside what comes before it, at the same parallelism.
+    messages.name(get_gateway().jvm.org.apache.flink.python.util.PythonConfigUtil.STREAM_KEY_BY_MAP_OPERATOR_NAME).uid(f"{name}-deal")
     wakes = control.flat_map(lambda _: [Row(slot, b"") for slot in slots], output_type=rows)
-    return (messages.name(f"{name}-deal").uid(f"{name}-deal").union(wakes.name(f"{name}-wake").uid(f"{name}-wake"))
-            .key_by(lambda row: row[0], Types.INT()))
+    return keyed(messages.union(wakes.name(f"{name}-wake").uid(f"{name}-wake")))
 
 
 def sink(stream: DataStream, settings: Settings, name: str) -> None:

@@ -290,7 +290,7 @@ class AckWriter:
 
 
 def generation(settings: Settings) -> Offload:
-    """The operator. Takes rows (slot key, dispatch), keyed by the slot; gives rows (group id, rollout) as bytes."""
+    """The operator. Takes dispatches keyed by a slot; gives rows (group id, rollout) as bytes."""
     return Offload(functools.partial(make_service, settings), tick_ms=settings.flink.tick_ms, name="generate",
                    silence_s=settings.flink.silence_timeout_s)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pyflink.common import Row, Types
+from pyflink.common import Types
 from pyflink.datastream.functions import KeyedProcessFunction, RuntimeContext
 from pyflink.datastream.state import MapStateDescriptor
 
@@ -59,11 +59,11 @@ class Service(Protocol):
 
 
 class Offload(KeyedProcessFunction):
-    """Hand each record to a service and emit what it makes of it. Takes rows (slot of `slot_keys`, record), keyed by the slot.
+    """Hand each record to a service and emit what it makes of it; records are keyed by a slot of `slot_keys`.
 
     Not for work that takes less than a tick: it costs a state write, a state removal and a share of a timer a record.
 
-        stream.key_by(lambda row: row[0], Types.INT()).process(Offload(make_service), output_type)
+        stream.key_by(slot, Types.INT()).process(Offload(make_service), output_type)
 
     `make(runtime)` makes the service in the worker; `tick_ms` is how often answers are looked for, up to four times as long while there
     are none. A record's outputs are yielded exactly once an incarnation; after a restore a record can be answered again. An empty
@@ -95,11 +95,11 @@ class Offload(KeyedProcessFunction):
         if (service := getattr(self, "_service", None)) is not None:
             service.close()
 
-    def process_element(self, value: Row, ctx: KeyedProcessFunction.Context) -> None:
+    def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> None:
         key = ctx.get_current_key()
         self._take_up(key)
         self._service.poll()
-        if not (record := bytes(value[1])):
+        if not (record := bytes(value)):
             if self._held[key]:
                 self._arm(key, ctx)
             return

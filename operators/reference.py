@@ -150,7 +150,7 @@ def start_child(settings: Settings, on_frame: Callable[[int, bytes], None], on_d
 
 
 def reference(settings: Settings):
-    """The reference operator: rows (slot, scored rollout message) in, the messages with reference log-probabilities out."""
+    """The reference operator: scored rollout messages in, the same with reference log-probabilities out."""
     from operators.dead import DeadLetters
     from operators.offload import Offload
 

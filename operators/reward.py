@@ -339,7 +339,7 @@ def _pipe_bytes(child: Any) -> int:
 
 
 def reward(settings: Settings, modules: Sequence[str] = ()):
-    """The reward operator: rows (slot, rollout message) in, scored rollout messages out."""
+    """The reward operator: rollout messages in, scored rollout messages out."""
     from operators.dead import DeadLetters
     from operators.offload import Offload
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from pyflink.common import Row
 
 from operators import offload
 from operators.offload import Offload, Runtime, key_group, slot_keys, subtask_of
@@ -120,7 +119,7 @@ class Harness:
     # the driver
     def element(self, key, value):
         self.state.key = key
-        self.out += self.function.process_element(Row(key, value), self) or []
+        self.out += self.function.process_element(value, self) or []
 
     def advance(self, ms):
         """Fire what is due, in order; a timer registered meanwhile fires too if it is due."""
