@@ -152,7 +152,8 @@ def _kafka(settings: StackSettings, java: Path, env: dict[str, str]) -> Spec:
     options = _log4j(folder / "log4j2.properties", logs[0], "WARN", **{"kafka.server": "INFO"})
     run = _java(java, 512, *options, "-cp", classpath)
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-    form = [*run, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(properties)]
+    # With `=`, since it may begin with a dash.
+    form = [*run, "kafka.tools.StorageTool", "format", "--ignore-formatted", f"--cluster-id={cluster}", "-c", str(properties)]
     main = [*run, "kafka.Kafka", str(properties)]
     formatted = folder / "data" / "meta.properties"
     script = f"[ -f {shlex.quote(str(formatted))} ] || {shlex.join(form)} || exit 1; exec {shlex.join(main)}"

@@ -18,7 +18,7 @@ import pytest
 from kafka import TopicPartition
 from kafka.admin import KafkaAdminClient, NewTopic
 
-from deploy import flink, rest
+from deploy import flink, rest, services
 from deploy.services import ports
 from deploy.stack import Stack
 from deploy.supervisor import strays
@@ -117,6 +117,17 @@ def test_a_folder_of_its_own_with_every_log(stack):
     for name in ("supervisor.log", "kafka.log", "jobmanager.log", "taskmanager.log"):
         assert (logs / name).stat().st_size, name
     assert (logs / "mlflow.out").exists()
+
+
+def test_the_brokers_folder_is_made_whatever_its_cluster_id_begins_with(monkeypatch, tmp_path):
+    """One random id in 64 begins with a dash, which the tool took for an option."""
+    monkeypatch.setattr(services.uuid, "uuid4", lambda: uuid.UUID(bytes=b"\xf8" + bytes(15)))
+    (tmp_path / "kafka").mkdir()
+    kafka = services.specs(stack_settings(tmp_path))[0]
+    form = kafka.command[-1].split(" || exit 1;")[0]
+    assert "--cluster-id=-A" in form
+    done = subprocess.run(["/bin/sh", "-c", form], env=kafka.env, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "kafka" / "data" / "meta.properties").exists(), done.stderr
 
 
 def test_large_messages_pass_and_topics_are_made_on_purpose_only(stack):
