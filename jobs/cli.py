@@ -158,23 +158,6 @@ def _source_options(args: argparse.Namespace) -> dict:
             "id_column": args.id_column, "size": args.size, "seed": args.prompt_seed, "limit": args.limit}
 
 
-def _loader(source: str, args: argparse.Namespace):
-    """What loads the prompts of a source; those of `run --held-out` before them."""
-    from jobs.prompts import held_out_options, load_prompts
-
-    options = _source_options(args)
-
-    def load_all(settings: Settings):
-        if args.command == "prompts":
-            return load_prompts(settings, source, passes=args.passes, held_out=args.held_out, **options)
-        if args.held_out:
-            of_them = held_out_options(args.held_out, args.held_out_limit, args.prompt_seed)
-            load_prompts(settings, args.held_out, held_out=True, **options | of_them)
-        return load_prompts(settings, source, passes=args.passes, **options)
-
-    return load_all
-
-
 def topology(settings: Settings) -> str:
     """What `run --dry-run` prints."""
     s, g, t = settings, settings.generation, settings.training
@@ -234,8 +217,19 @@ def _run(settings: Settings, args: argparse.Namespace) -> int:
     with _stack(settings):
         if not args.resume and begun(settings):
             raise RunFailed(f"the topics of run {settings.run.id!r} hold records already: give another --run.id, or --resume to go on")
-        made = Run(settings).go(_loader(args.prompts, args) if args.prompts else None, end_of_prompts=not args.stream)
+        made = Run(settings).go((lambda s: _load(s, args)) if args.prompts else None, end_of_prompts=not args.stream)
     return _show(settings, made)
+
+
+def _load(settings: Settings, args: argparse.Namespace):
+    """The prompts of a run, the held-out ones first."""
+    from jobs.prompts import held_out_options, load_prompts
+
+    options = _source_options(args)
+    if args.held_out:
+        of_them = held_out_options(args.held_out, args.held_out_limit, args.prompt_seed)
+        load_prompts(settings, args.held_out, held_out=True, **options | of_them)
+    return load_prompts(settings, args.prompts, passes=args.passes, **options)
 
 
 def _show(settings: Settings, made: dict) -> int:
@@ -299,17 +293,18 @@ def _submit(settings: Settings, args: argparse.Namespace) -> int:
 
 
 def _stop(settings: Settings, args: argparse.Namespace) -> int:
-    from jobs.run import say
+    from operators.control import say
 
     say(settings, "stop", args.reason)
     return 0
 
 
 def _prompts(settings: Settings, args: argparse.Namespace) -> int:
+    from jobs.prompts import load_prompts
     from operators.log import ensure_topics
 
     ensure_topics(settings.kafka, settings.run.id)
-    report = _loader(args.source, args)(settings)
+    report = load_prompts(settings, args.source, passes=args.passes, held_out=args.held_out, **_source_options(args))
     print(f"{report.added} prompts added to {report.topic}, {report.already} were there already; data set {report.dataset}")
     return 0
 

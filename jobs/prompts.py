@@ -76,9 +76,13 @@ def load_prompts(settings: Settings, source: str, *, prompt_column: str = "promp
     return LoadReport(dataset, added, already, name)
 
 
+def _is_procedural(source: str) -> bool:
+    return source == DEMO or source.startswith(REASONING_GYM)
+
+
 def held_out_options(source: str, limit: int | None, seed: int) -> dict[str, int | None]:
     """Options of `load_prompts` for the held-out prompts of a run whose prompts have this seed: other problems than those, and few."""
-    if source == DEMO or source.startswith(REASONING_GYM):
+    if _is_procedural(source):
         return {"size": limit or HELD_OUT_SIZE, "seed": seed + 1, "limit": None}
     return {"size": None, "seed": 0, "limit": limit}
 
@@ -115,7 +119,7 @@ def prompts_of(source: str, *, prompt_column: str = "prompt", answer_column: str
     """The prompts of the first pass over a source, in order. Reads no Kafka. Raises BadPrompts, UnknownTask."""
     if any(n is not None and n < 1 for n in (limit, size)):
         raise BadPrompts(f"size {size}, limit {limit}: at least one prompt")
-    if source == DEMO or source.startswith(REASONING_GYM):
+    if _is_procedural(source):
         procedural = _demo if source == DEMO else _reasoning_gym
         if task or task_column or id_column:
             raise BadPrompts(f"{source} names its own task and prompts: give no task, task_column or id_column")

@@ -19,25 +19,19 @@ from kafka import TopicPartition
 from jobs import report
 from jobs.progress import Display, Progress
 from operators.accounting import Accounts, account_topics
+from operators.control import say
 from operators.evaluation import Curve
-from operators.log import Writer, consumer, ends, ensure_topics, follow
-from schemas.record import encode, rows_of
-from schemas.records import Ack, Control, Dead, Evaluation, Manifest, Step, now
+from operators.log import consumer, ends, ensure_topics, follow
+from schemas.record import rows_of
+from schemas.records import Ack, Dead, Evaluation, Manifest, Step
 from schemas.settings import Settings
-from schemas.topics import ACKS, ADMISSIONS, BATCHES, CONTROL, DEAD, EVALUATIONS, SCORED, STEPS, topic
+from schemas.topics import ACKS, ADMISSIONS, BATCHES, DEAD, EVALUATIONS, SCORED, STEPS, topic
 
 JOBS = ("train", "generate", "preprocess")
 
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the text names the job or the wait, the cause and where to look."""
-
-
-def say(settings: Settings, kind: str, reason: str) -> None:
-    """Write a control record."""
-    writer = Writer(settings.kafka)
-    writer.write(topic(settings.run.id, CONTROL), encode([Control(run_id=settings.run.id, kind=kind, reason=reason, at=now())]))
-    writer.close()
 
 
 def begun(settings: Settings) -> bool:

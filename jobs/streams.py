@@ -22,13 +22,13 @@ from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaRe
 from pyflink.datastream.functions import FlatMapFunction
 from pyflink.java_gateway import get_gateway
 
+from operators.control import say
 from operators.dead import DeadLetters
 from operators.lifeline import die_with_parent
-from operators.log import Writer, ensure_topics
-from schemas.record import BadRecord, encode, name_of, read
-from schemas.records import Control, now
+from operators.log import ensure_topics
+from schemas.record import BadRecord, name_of, read
 from schemas.settings import KafkaSettings, Settings, load
-from schemas.topics import CONTROL, topic
+from schemas.topics import topic
 
 
 def run_job(name: str, build: Callable[[StreamExecutionEnvironment, Settings], None], argv: list[str] | None = None) -> None:
@@ -39,10 +39,7 @@ def run_job(name: str, build: Callable[[StreamExecutionEnvironment, Settings], N
     args = parser.parse_args(argv)
     settings = Settings.model_validate_json(args.settings_json.read_text()) if args.settings_json else load(args.settings)
     ensure_topics(settings.kafka, settings.run.id)
-    writer = Writer(settings.kafka)
-    start = Control(run_id=settings.run.id, kind="start", reason=f"{name} was submitted", at=now())
-    writer.write(topic(settings.run.id, CONTROL), encode([start]))
-    writer.close()
+    say(settings, "start", f"{name} was submitted")
     env = StreamExecutionEnvironment.get_execution_environment(_configuration(settings))
     env.set_parallelism(1)
     env.set_max_parallelism(128)

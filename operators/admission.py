@@ -46,16 +46,20 @@ class Admitter:
         self.limit = (max_lag + 1) * batch
         self._evaluation = evaluation or EvaluationSettings()
         self.rounds = Rounds(self._evaluation.every)
-        self.evaluating_samples = 0  # held-out samples without an outcome
         self.version = 0  # newest version known to be trained
         self.next_offset = 0  # of the prompts topic
         self.groups = 0  # admitted so far
-        self.unresolved_samples = 0
         self.closed = False
         self.stopping = False
         self.unresolved: dict[str, set[int]] = {}
+        self._unresolved_samples = {False: 0, True: 0}  # by whether they are held out
         self._seen: dict[tuple[str, int], Ranges] = collections.defaultdict(Ranges)
         self._admitted_under = 0  # version when the newest group was admitted
+
+    @property
+    def unresolved_samples(self) -> int:
+        """Samples to train on without an outcome."""
+        return self._unresolved_samples[False]
 
     @property
     def credit(self) -> int:
@@ -68,20 +72,17 @@ class Admitter:
         kept = {}
         for a in admissions:
             if a.kind == "evaluation":
-                self.groups = max(self.groups, a.admission + 1)
                 self.rounds.version, self.rounds.prompts = a.policy_version, a.round_prompts
-                if a.group_id not in kept:
-                    kept[a.group_id] = a
-                    self._open(a.group_id, a.samples)
-                continue
-            self.next_offset = max(self.next_offset, a.prompt_offset + (a.kind == "group"))
+            else:
+                self.next_offset = max(self.next_offset, a.prompt_offset + (a.kind == "group"))
             if a.kind == "closed":
                 self.closed = True
                 continue
             self.groups = max(self.groups, a.admission + 1)
             if a.group_id not in kept:
                 kept[a.group_id] = a
-                self._admitted_under = a.policy_version
+                if a.kind == "group":
+                    self._admitted_under = a.policy_version
                 self._open(a.group_id, a.samples)
         for o in outcomes:
             self.resolve(o)
@@ -91,10 +92,7 @@ class Admitter:
         dataset, dataset_pass, ordinal = group_id.rsplit("/", 2)
         self._seen[dataset, int(dataset_pass)].add(int(ordinal))
         self.unresolved[group_id] = set(range(samples))
-        if is_evaluation(group_id):
-            self.evaluating_samples += samples
-        else:
-            self.unresolved_samples += samples
+        self._unresolved_samples[is_evaluation(group_id)] += samples
 
     def resolve(self, o: Outcome) -> None:
         """Credit comes back with the first final outcome of a sample; a repetition is harmless."""
@@ -107,10 +105,7 @@ class Admitter:
         waiting = self.unresolved.get(o.group_id)
         if waiting and o.sample_index in waiting:
             waiting.remove(o.sample_index)
-            if is_evaluation(o.group_id):
-                self.evaluating_samples -= 1
-            else:
-                self.unresolved_samples -= 1
+            self._unresolved_samples[is_evaluation(o.group_id)] -= 1
             if not waiting:
                 del self.unresolved[o.group_id]
 
@@ -147,7 +142,7 @@ class Admitter:
     def evaluate(self) -> tuple[Admission, Prompt] | None:
         """The ledger's entry for the next prompt of the round under way, and the prompt; None if there is none, or no credit for it."""
         samples = self._evaluation.samples
-        if self.closed or self.stopping or self.evaluating_samples + samples > self._evaluation.credit:
+        if self.closed or self.stopping or self._unresolved_samples[True] + samples > self._evaluation.credit:
             return None
         while self.rounds.left:
             offset, prompt = self.rounds.left.popleft()
@@ -263,12 +258,13 @@ class AdmissionFunction(KeyedProcessFunction):
         self._partition = TopicPartition(self._topic, 0)
         self._prompts.assign([self._partition])
         self._waiting: collections.deque = collections.deque()
-        self._looked_at = 0.0
-        held_out_open = any(a.kind == "evaluation" for a in open_groups)
-        rounds, prompts = self._admitter.rounds, self._held_out() if s.evaluation.every or held_out_open else []
-        if rounds.version is not None:  # the rest of the round that was under way; `evaluate` knows what was admitted of it
-            rounds.left.extend(prompts)
-        held, held_out_at = self._dispatched.value() or 0, dict(prompts)
+        self._looked_at, self._held_out, self._held_out_end = 0.0, {}, 0
+        held = self._dispatched.value() or 0
+        rounds = self._admitter.rounds
+        if rounds.version is not None:
+            held_out_at = dict(self._read_held_out())
+            if rounds.every is not None:  # the rest of the round that was under way: `evaluate` knows what was admitted of it
+                rounds.left.extend(held_out_at.items())
         for a in open_groups:
             if a.admission < held:  # it lies in the generation operator's state
                 self._slots.take(a.group_id, a.samples)
@@ -280,19 +276,19 @@ class AdmissionFunction(KeyedProcessFunction):
         self._prompts.seek(self._partition, self._admitter.next_offset)
         self._end_offset: int | None = None
 
-    def _held_out(self) -> list[tuple[int, Prompt]]:
-        """(offset, prompt) of all held-out prompts, each once."""
-        found = {}
+    def _read_held_out(self) -> list[tuple[int, Prompt]]:
+        """(offset, prompt) of all held-out prompts, each once. Reads what has come since the last time."""
         name = topic(self.settings.run.id, HELD_OUT)
-        for m in read(self.settings.kafka, name):
+        for m in read(self.settings.kafka, name, self._held_out_end):
+            self._held_out_end = m.offset + 1
             try:
                 for p in decode(Prompt, m.value):
                     if refusal := self._admitter.refusal(p):
                         raise BadRecord(refusal)
-                    found.setdefault(p.group_id, (m.offset, p))
+                    self._held_out.setdefault(p.group_id, (m.offset, p))
             except BadRecord as e:
                 self._dead(f"{name} offset {m.offset}: {e}", m.value)
-        return list(found.values())
+        return list(self._held_out.values())
 
     def _prompt_at(self, offset: int) -> bytes:
         self._prompts.seek(self._partition, offset)
@@ -331,7 +327,7 @@ class AdmissionFunction(KeyedProcessFunction):
             self._waiting.popleft()
         if a.rounds.due(a.version) and not (a.closed or a.stopping) and time.monotonic() - self._looked_at > 1.0:
             self._looked_at = time.monotonic()  # nothing may be loaded yet
-            if prompts := self._held_out():
+            if prompts := self._read_held_out():
                 a.rounds.begin(a.version, prompts)
         while (evaluation := a.evaluate()) is not None:
             entries.append((evaluation[0], encode([evaluation[1]])))

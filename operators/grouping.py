@@ -187,8 +187,7 @@ class Grouper:
             self.decide(group, row.sample_index, outcome, cause, row.rollout_id)
         else:
             group.rows[row.sample_index] = row
-        if group.admission in self.open or is_evaluation(group.group_id):
-            self._settle(group)
+        self._settle(group)
         return True
 
     def _duplicate(self, row: Row, group: Group | None) -> None:
@@ -258,12 +257,7 @@ class Grouper:
                      else f"{total:.0f} s after its admission (grouping.sample_timeout_s)")
             for i in group.missing:
                 self.decide(group, i, "late", cause)
-            if is_evaluation(group.group_id):
-                self._settle(group)
-                continue
-            if group.admission not in self.open:
-                continue
-            if s.partial == "drop":
+            if s.partial == "drop" and not is_evaluation(group.group_id):
                 for i in list(group.rows):
                     self.decide(group, i, "late", "its group missed samples at the deadline (grouping.partial = drop)")
             else:

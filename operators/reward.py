@@ -299,15 +299,14 @@ class RewardService:
     # -- rows
 
     def _verdict(self, row: _Row, answer: dict) -> Verdict:
+        rollouts = row.record.rollouts
         if "unknown" in answer:
-            rollouts = row.record.rollouts
             self._dead(answer["unknown"], row.record.original, rollouts.column("group_id")[row.index].as_py(),
                        rollouts.column("sample_index")[row.index].as_py())
             return Verdict("error", cause=answer["unknown"])
         if "failure" in answer:
             return Verdict(answer["failure"], cause=answer["cause"])
         components = answer["components"]
-        rollouts = row.record.rollouts
         if components and self.settings.penalize_length and not is_evaluation(rollouts.column("group_id")[row.index].as_py()):
             response = len(rollouts.column("token_ids")[row.index]) - rollouts.column("prompt_length")[row.index].as_py()
             max_tokens = rollouts.column("sampling")[row.index]["max_tokens"].as_py()

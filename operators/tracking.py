@@ -130,16 +130,41 @@ class Tracker:
                     self._queue.popleft()
 
 
-class AckWatch:
-    """What generators say about updates, gathered from `weights.acks` in a thread of its own for the trainer's step record."""
+class Watch:
+    """Follows a topic of the run in a thread of its own: `take(records)` gets those of class `cls`, from now on or from the beginning."""
 
-    def __init__(self, settings: Settings):
-        self._settings = settings
+    def __init__(self, settings: Settings, name: str, cls: type, take: Callable[[list], None], *, from_beginning: bool = False):
+        self._settings, self._name, self._cls, self._take, self._from_beginning = settings, name, cls, take, from_beginning
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        client = consumer(self._settings.kafka)
+        partition = TopicPartition(topic(self._settings.run.id, self._name), 0)
+        client.assign([partition])
+        (client.seek_to_beginning if self._from_beginning else client.seek_to_end)(partition)
+        try:
+            while not self._stop.is_set():
+                self._take(list(rows_of(self._cls, [m.value for m in follow(client, timeout_ms=500)])))
+        finally:
+            client.close()
+
+
+class Acks:
+    """What generators say about updates, gathered for the trainer's step record. Its methods may be called from several threads."""
+
+    def __init__(self):
         self._acks: dict[str, Ack] = {}
         self._fresh: list[Ack] = []
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        threading.Thread(target=self._run, name="acks", daemon=True).start()
+
+    def take(self, acks: list[Ack]) -> None:
+        with self._lock:
+            self._acks |= {a.generator_id: a for a in acks}
+            self._fresh += acks
 
     def metrics(self) -> dict[str, float]:
         """weights/transfer_ms (heard, fetched, decoded), weights/pause_ms (engine held), in ms: means since the last call; generation/*."""
@@ -147,23 +172,6 @@ class AckWatch:
             fresh, self._fresh = self._fresh, []
             latest = list(self._acks.values())
         return ack_metrics(fresh, latest)
-
-    def close(self) -> None:
-        self._stop.set()
-
-    def _run(self) -> None:
-        client = consumer(self._settings.kafka)
-        partition = TopicPartition(topic(self._settings.run.id, ACKS), 0)
-        client.assign([partition])
-        client.seek_to_end(partition)
-        try:
-            while not self._stop.is_set():
-                for ack in rows_of(Ack, [m.value for m in follow(client, timeout_ms=500)]):
-                    with self._lock:
-                        self._acks[ack.generator_id] = ack
-                        self._fresh.append(ack)
-        finally:
-            client.close()
 
 
 def ack_metrics(fresh: list[Ack], latest: list[Ack]) -> dict[str, float]:
@@ -182,42 +190,23 @@ def ack_metrics(fresh: list[Ack], latest: list[Ack]) -> dict[str, float]:
     return out
 
 
-class EvaluationWatch:
-    """Rounds of held-out prompts, from `evaluations` into MLflow, at the step they are of: `log(step, metrics)`.
+class RunListener:
+    """Rank 0's listener (operators.training.Listener): acks into each step's measures, measures and evaluations into MLflow.
 
-    It begins at the beginning, since a round's groups may lie on both sides of a restart: MLflow then holds a round twice.
+    Evaluations are read from the beginning, since a round's groups may lie on both sides of a restart: MLflow then holds a round twice.
     """
 
-    def __init__(self, settings: Settings, log: Callable[[int, dict[str, float]], None]):
-        self._settings, self._log = settings, log
-        self._stop = threading.Event()
-        threading.Thread(target=self._run, name="evaluations", daemon=True).start()
-
-    def close(self) -> None:
-        self._stop.set()
-
-    def _run(self) -> None:
-        curve = Curve(self._settings.evaluation.right)
-        client = consumer(self._settings.kafka)
-        partition = TopicPartition(topic(self._settings.run.id, EVALUATIONS), 0)
-        client.assign([partition])
-        client.seek_to_beginning(partition)
-        try:
-            while not self._stop.is_set():
-                for version in curve.feed(rows_of(Evaluation, [m.value for m in follow(client, timeout_ms=500)])):
-                    self._log(version, curve.metrics(version))
-        finally:
-            client.close()
-
-
-class RunListener:
-    """Rank 0's listener (operators.training.Listener): acks into each step's measures, measures and evaluations into MLflow."""
-
     def __init__(self, settings: Settings):
-        self._acks = AckWatch(settings)
+        self._acks = Acks()
+        self._watches = [Watch(settings, ACKS, Ack, self._acks.take)]
         self._tracker = Tracker(settings) if settings.mlflow.enabled else None
-        watched = self._tracker is not None and settings.evaluation.every is not None
-        self._evaluations = EvaluationWatch(settings, self._tracker.log) if watched else None
+        if self._tracker is not None and settings.evaluation.every is not None:
+            self._curve = Curve(settings.evaluation.right)
+            self._watches.append(Watch(settings, EVALUATIONS, Evaluation, self._evaluated, from_beginning=True))
+
+    def _evaluated(self, records: list[Evaluation]) -> None:
+        for version in self._curve.feed(records):
+            self._tracker.log(version, self._curve.metrics(version))
 
     def measures(self) -> dict[str, float]:
         return self._acks.metrics()
@@ -230,8 +219,7 @@ class RunListener:
         """The model goes to MLflow with the run's other results, when the run is reported."""
 
     def close(self) -> None:
-        self._acks.close()
-        if self._evaluations is not None:
-            self._evaluations.close()
+        for watch in self._watches:
+            watch.close()
         if self._tracker is not None:
             self._tracker.close()

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,13 +22,13 @@ import pyarrow as pa
 from pyflink.datastream.functions import ProcessFunction, RuntimeContext
 
 from operators import checkpoint
+from operators.control import say
 from operators.lifeline import die_with_parent
-from operators.log import BrokerAway, OwnedLog, Writer
+from operators.log import BrokerAway, OwnedLog
 from operators.publication import Publication
-from schemas.record import BadRecord, decode, encode, name_of, read
-from schemas.records import Control, Manifest, Sequence, Weights, now
+from schemas.record import BadRecord, decode, name_of, read
+from schemas.records import Control, Manifest, Sequence, Weights
 from schemas.settings import Settings
-from schemas.topics import CONTROL, topic
 
 STALLED = 70  # exit status
 
@@ -243,7 +244,6 @@ class RankFunction(ProcessFunction):
 
         if self._waker is not None:
             self._waker.close()
-            self._writer.close()
         if self._listener is not None:
             self._listener.close()
         if self._log is not None:
@@ -280,10 +280,5 @@ class RankFunction(ProcessFunction):
         made = Rank(s, trainer, rank, world, publication=publication, listener=self._listener)
         made.start()
         if rank == 0:
-            self._writer = Writer(s.kafka)
-            self._waker = Waker(self._wake)
+            self._waker = Waker(partial(say, s, "wake"))
         return made
-
-    def _wake(self, reason: str) -> None:
-        run = self.settings.run.id
-        self._writer.write(topic(run, CONTROL), encode([Control(run_id=run, kind="wake", reason=reason, at=now())]))

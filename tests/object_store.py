@@ -7,13 +7,15 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.integration.conftest import free_ports
+
 KEY, SECRET, BUCKET = "tests", "no-secret", "runs"
+PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc", "s3.iceberg", "s3.lance")
 WEED = Path(sys.executable).with_name("weed")
 
 
@@ -25,8 +27,7 @@ class ObjectStore:
         folder.mkdir()
         (folder / "keys.json").write_text(json.dumps({"identities": [
             {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}]}))
-        self._ports = _free_ports("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc", "s3.iceberg",
-                                  "s3.lance")
+        self._ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         self.url = f"s3://{BUCKET}"
         self.environment = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1",
                             "AWS_MAX_ATTEMPTS": "1",  # the store is near: what fails once is away
@@ -68,14 +69,3 @@ class ObjectStore:
             return store.cat_file(f"{BUCKET}/probe") == b"up"
         except Exception:  # of many kinds while it starts
             return False
-
-
-def _free_ports(*names: str) -> dict[str, int]:
-    sockets = {name: socket.socket() for name in names}
-    try:
-        for s in sockets.values():
-            s.bind(("127.0.0.1", 0))
-        return {name: s.getsockname()[1] for name, s in sockets.items()}
-    finally:
-        for s in sockets.values():
-            s.close()

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -64,8 +63,7 @@ class FakeStaged:
     def discard(self):
         pass
 
-    def is_there(self, event):
-        return Path(event.uri).exists() and Path(event.uri).stat().st_size == event.bytes
+    is_there = staticmethod(weights.Staged.is_there)
 
 
 class FakeTrainer:

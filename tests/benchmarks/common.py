@@ -14,7 +14,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,22 @@ def step_of_rows(number: int, rows: list[tuple[Any, float]], budget: int) -> tup
         groups=len({r.group_id for r, _ in rows}), trainable_tokens=sum(r.response_length for r, _ in rows),
         tokens=sum(r.length for r, _ in rows), lag_max=0, metrics=[], formed_at=now(),
         samples=[{"group_id": r.group_id, "sample_index": r.sample_index, "rollout_id": r.rollout_id} for r, _ in rows]), tables
+
+
+def sampled(model: Path, questions: Iterable[str], tokens: int, *, seed: int, answers: int = 1, **options: Any) -> Iterator[tuple[list[int], Any]]:
+    """For each question to a chat model: (the prompt's ids, what transformers' `generate` gives): so many answers of exactly `tokens` tokens,
+    sampled at temperature 1 in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    for question in questions:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False)
+        with torch.inference_mode():
+            yield prompt, network.generate(torch.tensor([prompt] * answers), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                           max_new_tokens=tokens, min_new_tokens=tokens, return_dict_in_generate=True, **options)
 
 
 def mean(name: str, values: Sequence[float], unit: str, goal: float | None = None, *, at_most: bool = False) -> Measure:

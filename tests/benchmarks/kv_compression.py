@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from tests.benchmarks.common import machine, mean, report
+from tests.benchmarks.common import machine, mean, report, sampled
 
 GOAL = 0.10
 BLOCK = 16  # tokens
@@ -23,18 +23,10 @@ CODECS = ("lz4", "zstd")
 def cache(model: Path, prompts: int, tokens: int, seed: int) -> list[np.ndarray]:
     """Blocks (BLOCK, heads, dim) of uint16, of sampled answers of `tokens` tokens."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    questions = (f"Explain step by step how to add {17 * i % 900 + 100} and {29 * i % 900 + 100}." for i in range(prompts))
     blocks = []
-    for i in range(prompts):
-        turn = [{"role": "user", "content": f"Explain step by step how to add {17 * i % 900 + 100} and {29 * i % 900 + 100}."}]
-        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        with torch.inference_mode():
-            made = network.generate(torch.tensor([prompt]), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens,
-                                    min_new_tokens=tokens, return_dict_in_generate=True)
+    for _, made in sampled(model, questions, tokens, seed=seed):
         for layer in made.past_key_values.layers:
             for kind in (layer.keys, layer.values):
                 x = kind[0].transpose(0, 1).contiguous().view(torch.int16).numpy().view(np.uint16)  # tokens, heads, dim

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.settings import Settings
-from tests.benchmarks.common import Measure, machine, mean, report, step_of_rows
+from tests.benchmarks.common import Measure, machine, mean, report, sampled, step_of_rows
 
 GOAL = 0.005
 GROUP, RESPONSE, LEARNING_RATES = 8, 24, (1e-6, 1e-5)
@@ -36,18 +36,12 @@ class Sample:
 def sample(model: Path, groups: int, seed: int) -> list[list[Sample]]:
     """Groups of samples of the start model, at temperature 1."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    questions = (f"What is {17 * i % 90 + 10} + {29 * i % 90 + 10}?" for i in range(groups))
     out = []
-    for i in range(groups):
-        turn = [{"role": "user", "content": f"What is {17 * i % 90 + 10} + {29 * i % 90 + 10}?"}]
-        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        with torch.inference_mode():
-            made = network.generate(torch.tensor([prompt] * GROUP), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                    max_new_tokens=RESPONSE, min_new_tokens=RESPONSE, output_logits=True, return_dict_in_generate=True)
+    for prompt, made in sampled(model, questions, RESPONSE, seed=seed, answers=GROUP, output_logits=True):
         tokens = made.sequences[:, len(prompt):]
         logprobs = torch.stack(made.logits, 1).float().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         texts = tokenizer.batch_decode(tokens)

@@ -22,8 +22,9 @@ from typing import Any
 import psutil
 
 from jobs.prompts import load_prompts
-from jobs.run import Run, every_message, say
+from jobs.run import Run, every_message
 from operators.accounting import account_topics
+from operators.control import say
 from operators.log import consumer, ends, ensure_topics
 from operators.waits import table, waits_of
 from schemas.record import read, rows_of

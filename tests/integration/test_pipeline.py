@@ -24,8 +24,9 @@ from jobs.dead import letters
 from jobs.preprocess import CLOCKS, unresolved_since
 from jobs.prompts import load_prompts
 from jobs.replay import replay, topics
-from jobs.run import Run, RunFailed, begun, say
+from jobs.run import Run, RunFailed, begun
 from operators.accounting import account_topics
+from operators.control import say
 from operators.log import Writer, ensure_topics, producer, read
 from operators.waits import waits_of
 from schemas.record import encode, rows_of

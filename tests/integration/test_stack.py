@@ -38,10 +38,9 @@ def until(condition, what: str, timeout_s: float = 90.0):
     return found
 
 
-class TestJob:
+class StackJob:
     """A module of this folder as a job, between topics of its own."""
 
-    __test__ = False
     module: str
     names: tuple[str, ...]
 
@@ -82,7 +81,7 @@ class TestJob:
         return found
 
 
-class EchoJob(TestJob):
+class EchoJob(StackJob):
     module, names = "echo_job", ("in", "out")
 
     def answers(self, count: int) -> list[tuple[bytes, int, int]]:
@@ -184,7 +183,7 @@ def test_a_job_runs_and_ends(stack):
         job.submit([], "no_such_job")
 
 
-class HeldJob(TestJob):
+class HeldJob(StackJob):
     module, names = "held_job", ("records", "wakes", "out")
 
     def submit(self, arguments: list[str], module: str | None = None, from_checkpoint: str | None = None) -> str:
@@ -197,7 +196,6 @@ def test_what_a_restored_slot_holds_is_taken_up_though_its_timers_are_lost(stack
     job = HeldJob(stack)
     ask = partial(rest.request, flink.address(job.settings))
     job.send(b"a")
-
 
     def running() -> bool:
         return {v["status"] for v in json.loads(ask(f"/jobs/{job.id}"))["vertices"]} == {"RUNNING"}
