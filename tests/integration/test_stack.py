@@ -191,20 +191,23 @@ class HeldJob(StackJob):
 
 
 def test_what_a_restored_slot_holds_is_taken_up_though_its_timers_are_lost(stack):
-    """The job's first bundle ends with its first checkpoint, which holds the record and, since PyFlink registers timers behind the
-    checkpoint, none of its timers."""
+    """The record's bundle ends with a checkpoint, which holds the record and, since PyFlink registers a bundle's timers behind the
+    checkpoint that ends it, none of its timers."""
     job = HeldJob(stack)
     ask = partial(rest.request, flink.address(job.settings))
-    job.send(b"a")
+
+    def checkpoints() -> set[str]:
+        return set(flink.checkpoints(job.id, job.settings))
 
     def running() -> bool:
         return {v["status"] for v in json.loads(ask(f"/jobs/{job.id}"))["vertices"]} == {"RUNNING"}
 
     until(running, "all tasks to run")
+    first = until(checkpoints, "the checkpoint that Flink takes as soon as all tasks run")
+    job.send(b"a")  # in the first one's bundle, its timers would be in the next
     time.sleep(3.0)  # the source has the record; no metric says so before a bundle ends
-    before = flink.checkpoints(job.id, job.settings)  # Flink takes some as soon as all tasks run
     ask(f"/jobs/{job.id}/checkpoints", "POST")
-    (checkpoint,) = until(lambda: set(flink.checkpoints(job.id, job.settings)) - set(before), "the checkpoint")
+    (checkpoint,) = until(lambda: checkpoints() - first, "the checkpoint")
     flink.cancel(job.id, job.settings)
     until(lambda: flink.job_state(job.id, job.settings) == "CANCELED", "the job to be cancelled")
     job.id = job.submit([job.kafka.bootstrap, *job.topics], from_checkpoint=checkpoint)
