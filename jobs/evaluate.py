@@ -54,7 +54,7 @@ def evaluate(settings: Settings, prompts: Sequence[Prompt], *, samples: int = 1,
     from operators.vllm_engine import VLLMEngine  # importing vLLM takes seconds
 
     g = settings.generation
-    engine = VLLMEngine(g, settings.model.path, trust_remote_code=settings.model.trust_remote_code, seed=settings.run.seed)
+    engine = VLLMEngine(g, settings.model, seed=settings.run.seed)
     made = _made_by(Path(settings.model.path))
     name = label(0, made.get("version", 0))
     engine.set_label(name)

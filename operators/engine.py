@@ -36,7 +36,7 @@ from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_dige
 from operators.weights import BadWeights
 from schemas.record import decode, encode
 from schemas.records import Ack, Weights, now
-from schemas.settings import GenerationSettings
+from schemas.settings import GenerationSettings, ModelSettings
 
 STATS_EVERY_S = 0.25
 HEARTBEAT_S = 5.0  # measures are said this often even if they stay the same
@@ -342,7 +342,7 @@ def _key(weights: LoadedWeights) -> tuple[int, int]:
 def run(parent: Parent) -> None:
     """The child process: frames in, frames out, the loop in this thread."""
     config = parent.config
-    settings = GenerationSettings.model_validate(config["generation"])
+    settings, model = GenerationSettings.model_validate(config["generation"]), ModelSettings.model_validate(config["model"])
     samples: collections.deque[bytes] = collections.deque()
     commands: collections.deque[tuple[int, bytes]] = collections.deque()  # versions do not queue behind samples
     wake = threading.Event()
@@ -356,13 +356,13 @@ def run(parent: Parent) -> None:
             wake.set()
 
     threading.Thread(target=read, name="frames", daemon=True).start()
-    files = WeightFiles(config["model"], settings.dtype)  # first: a folder that is no model's is said at once
+    files = WeightFiles(model.path, settings.dtype)  # first: a folder that is no model's is said at once
     from operators.vllm_engine import VLLMEngine  # importing vLLM takes seconds
 
     started = time.time()
-    engine = VLLMEngine(settings, config["model"], trust_remote_code=config["trust_remote_code"], seed=config["seed"])
+    engine = VLLMEngine(settings, model, seed=config["seed"])
     rollouts = Rollouts(settings, run_id=config["run_id"], generator_id=config["generator_id"], engine=engine.name,
-                        tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(config["model"]), stop_ids=engine.stop_ids)
+                        tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(model.path), stop_ids=engine.stop_ids)
     loop = EngineLoop(engine, rollouts, Loader(files.load, (BadWeights,), wake.set), parent.send, run_id=config["run_id"],
                       generator_id=config["generator_id"], capacity=settings.batch, max_lag=config["max_lag"],
                       kv_cache_mode=settings.kv_cache_mode, rule=UpdateRule(**config["update"]))

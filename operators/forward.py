@@ -21,6 +21,7 @@ import torch
 
 from operators.packed_attention import NAME as PACKED_SDPA
 from operators.packed_attention import Packing, layout
+from schemas.settings import ModelSettings
 
 CHUNK_ELEMENTS = 1 << 22  # of float32 logits that exist at once
 
@@ -121,6 +122,15 @@ def spread(packed: Packed, values: torch.Tensor) -> torch.Tensor:
     return out.index_copy(0, packed.targets, values)
 
 
+class Float32Head(torch.nn.Linear):
+    """An output layer whose product is taken in float32, whatever the dtype of its weights: in bfloat16 it is the largest part of what
+    trainer and engine disagree on (MiniMax-M1, arXiv:2506.13585, section 3.2)."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
 class _Chosen(torch.autograd.Function):
     """Saves the logits as the model made them and one number a row; recomputes the rest chunk by chunk."""
 
@@ -161,23 +171,29 @@ class _Chosen(torch.autograd.Function):
         return out, None, None, None
 
 
-def load_model(path: str, *, dtype: str, attention: str, trust_remote_code: bool) -> torch.nn.Module:
+def load_model(settings: ModelSettings, *, dtype: str, attention: str) -> torch.nn.Module:
     """The causal language model in a Hugging Face folder. Raises BadModel if the folder is none."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = Path(path)
+    path, folder = settings.path, Path(settings.path)
     if not (folder / "config.json").is_file():
         raise BadModel(f"{path!r} is no model folder: it has no config.json (it needs config.json, tokenizer files and safetensors)")
     implementation = PACKED_SDPA if attention == "sdpa" else attention
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=implementation, trust_remote_code=trust_remote_code,
+            folder, dtype=getattr(torch, dtype), attn_implementation=implementation, trust_remote_code=settings.trust_remote_code,
             local_files_only=True)
     except (OSError, ValueError, ImportError) as e:
         raise BadModel(f"{path} cannot be loaded with attention {attention!r}: {e}") from e
     model.config.use_cache = False
+    if settings.head_dtype == "float32":
+        head = model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear:
+            raise BadModel(f"{path}: the output layer of {type(model).__name__} is {type(head).__name__}, no linear layer: "
+                           "set model.head_dtype = model")
+        head.__class__ = Float32Head  # its parameters stay what and where they are, under their names
     return model
 
 

@@ -321,8 +321,8 @@ def engine_config(settings: Settings, generator_id: str, incarnation: str = "0")
     count, unit = settings.weights.rule
     seed = hashlib.sha256(f"{settings.run.seed}/{settings.run.id}/{generator_id}/{incarnation}".encode()).digest()
     return {
-        "run_id": settings.run.id, "generator_id": generator_id, "model": settings.model.path,
-        "trust_remote_code": settings.model.trust_remote_code, "max_lag": settings.training.max_lag,
+        "run_id": settings.run.id, "generator_id": generator_id, "model": settings.model.model_dump(),
+        "max_lag": settings.training.max_lag,
         "update": {"count": count, "unit": unit, "chunk": settings.weights.chunked_generation},
         "generation": settings.generation.model_dump(mode="json"), "seed": int.from_bytes(seed[:4], "little"),
     }

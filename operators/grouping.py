@@ -37,6 +37,7 @@ class Row:
     response_length: int
     reward: float
     policy_version_min: int
+    truncated: bool
     table: pa.Table
 
     @property
@@ -79,10 +80,11 @@ def row_of(table: pa.Table) -> tuple[Row, str | None, str | None]:
     """(row, outcome, cause): outcome is None if the rollout can be trained, else what becomes of it and why."""
     one = {n: table.column(n)[0].as_py() for n in (
         "group_id", "sample_index", "rollout_id", "admission", "group_size", "prompt_length", "finish_reason", "finish_cause",
-        "reward", "reward_status", "policy_version_min")}
+        "reward", "reward_status", "policy_version_min", "truncated")}
     tokens = pc.list_value_length(table.column("token_ids"))[0].as_py()
     row = Row(one["group_id"], one["sample_index"], one["rollout_id"], one["admission"], one["group_size"], tokens,
-              tokens - one["prompt_length"], math.nan if one["reward"] is None else one["reward"], one["policy_version_min"], table)
+              tokens - one["prompt_length"], math.nan if one["reward"] is None else one["reward"], one["policy_version_min"],
+              one["truncated"], table)
     reason, cause = one["finish_reason"], one["finish_cause"]
     if reason == "abort":
         return row, "aborted", cause
@@ -183,6 +185,8 @@ class Grouper:
             return False
         if group.first_arrival is None:
             group.first_arrival = at
+        if outcome is None and row.truncated and self.settings.truncated == "filter" and not is_evaluation(row.group_id):
+            outcome, cause = "filtered", "it was cut off at max_tokens (grouping.truncated = filter)"
         if outcome is not None:
             self.decide(group, row.sample_index, outcome, cause, row.rollout_id)
         else:

@@ -137,8 +137,9 @@ def child_config(settings: Settings) -> dict[str, Any]:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {"path": settings.reference_path, "dtype": r.dtype, "attention": t.attention, "token_budget": r.token_budget, "device": device,
-            "threads": r.threads, "trust_remote_code": settings.model.trust_remote_code}
+    model = settings.model.model_copy(update={"path": settings.reference_path})
+    return {"model": model.model_dump(), "dtype": r.dtype, "attention": t.attention, "token_budget": r.token_budget, "device": device,
+            "threads": r.threads}
 
 
 def start_child(settings: Settings, on_frame: Callable[[int, bytes], None], on_death: Callable[[str], None]) -> QueuedChild:

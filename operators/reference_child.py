@@ -19,18 +19,20 @@ import pyarrow as pa
 from operators.reference_frames import READY, REFUSED, SCORE, SCORED, pack_record, unpack_record
 from schemas.record import BadRecord, encode_batch, read
 from schemas.records import Rollout
+from schemas.settings import ModelSettings
 
 
 class Reference:
     """A model, and `score`."""
 
-    def __init__(self, path: str, *, dtype: str, attention: str, token_budget: int, device: str, trust_remote_code: bool):
+    def __init__(self, model: ModelSettings, *, dtype: str, attention: str, token_budget: int, device: str):
         from operators.forward import check_packing, load_model
 
         self.token_budget, self.device = token_budget, device
-        self.model = load_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code).to(device).eval()
+        self.model = load_model(model, dtype=dtype, attention=attention).to(device).eval()
         check_packing(self.model, 1e-3 if dtype == "float32" else 0.2)
-        self.name = f"{Path(path).name}@{_digest(Path(path))[:12]}"
+        path = Path(model.path)
+        self.name = f"{path.name}@{_digest(path)[:12]}"
         self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
 
     def check(self, table: pa.Table) -> None:
@@ -157,7 +159,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(config.pop("threads"))
-    reference = Reference(**config)
+    reference = Reference(ModelSettings.model_validate(config.pop("model")), **config)
     parent.send(READY, reference.name.encode())
     records: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
 

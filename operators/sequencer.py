@@ -53,9 +53,9 @@ class Tally:
     tokens: int = 0
     spans: int = 0
 
-    def row(self, row: Row, spans: int, truncated: bool) -> None:
+    def row(self, row: Row, spans: int) -> None:
         self.counts["rollouts"] += 1
-        self.counts["truncated"] += truncated
+        self.counts["truncated"] += row.truncated
         self.tokens += row.response_length
         self.spans += spans
         self.rewards.append(row.reward)
@@ -133,7 +133,7 @@ class Sequencer:
             raise BadRecord(f"rollout {row.rollout_id}: group {row.group_id} is admission {known}, the row says {row.admission}")
         kept = self.grouper.add(row, outcome, cause, at)
         if kept and outcome is None and not is_evaluation(row.group_id):
-            self.tally.row(row, len(table.column("version_spans")[0]), table.column("truncated")[0].as_py())
+            self.tally.row(row, len(table.column("version_spans")[0]))
         if row.admission in self.grouper.open:
             self._admission_of[row.group_id] = row.admission
         if self.stopping:
@@ -294,7 +294,7 @@ class Sequencer:
             run_id=self.run_id, policy_version=int(g.group_id.rsplit("/", 2)[1]), policy_version_max=max(newest, default=None),
             group_id=g.group_id, prompts=g.round_prompts, rewards=[g.rows[i].reward if i in g.rows else None for i in range(g.size)],
             response_tokens=sum(r.response_length for r in g.rows.values()),
-            truncated=sum(t.column("truncated")[0].as_py() for t in tables), decided_at=now())
+            truncated=sum(r.truncated for r in g.rows.values()), decided_at=now())
 
 
 class SequencerFunction(KeyedProcessFunction):

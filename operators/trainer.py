@@ -119,8 +119,7 @@ class Trainer:
 
             keep = HfDeepSpeedConfig(config)  # while it lives, from_pretrained partitions parameters as it reads them
         try:
-            model = load_model(s.model.path, dtype=s.training.dtype, attention=s.training.attention,
-                               trust_remote_code=s.model.trust_remote_code)
+            model = load_model(s.model, dtype=s.training.dtype, attention=s.training.attention)
         finally:
             if keep is not None:
                 unset_hf_deepspeed_config()

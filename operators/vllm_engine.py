@@ -28,7 +28,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from operators.loader import LoadedWeights
 from operators.rollouts import Sampled
-from schemas.settings import GenerationSettings
+from schemas.settings import GenerationSettings, ModelSettings
 
 BACKEND = "pipelinerl"
 
@@ -36,7 +36,7 @@ BACKEND = "pipelinerl"
 class VLLMEngine:
     """`operators.engine.Engine` by vLLM. `name` says what it is, `stop_ids` which tokens end a sequence."""
 
-    def __init__(self, settings: GenerationSettings, model: str, *, trust_remote_code: bool = False, seed: int = 0):
+    def __init__(self, settings: GenerationSettings, model: ModelSettings, *, seed: int = 0):
         cuda = current_platform.is_cuda_alike()
         if settings.device != "auto" and (settings.device == "cuda") != cuda:
             raise ValueError(f"generation.device is {settings.device!r}, but this vLLM runs on {current_platform.device_name}: "
@@ -44,14 +44,19 @@ class VLLMEngine:
         memory: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization} if cuda else {
             "kv_cache_memory_bytes": settings.kv_cache_mb << 20}
         self._llm = LLMEngine.from_engine_args(EngineArgs(
-            model=model, dtype=settings.dtype, enforce_eager=settings.enforce_eager, max_model_len=settings.max_model_len,
-            max_num_seqs=settings.batch, tensor_parallel_size=settings.tensor_parallel, trust_remote_code=trust_remote_code, seed=seed,
+            model=model.path, dtype=settings.dtype, enforce_eager=settings.enforce_eager, max_model_len=settings.max_model_len,
+            max_num_seqs=settings.batch, tensor_parallel_size=settings.tensor_parallel,
+            seed=seed, trust_remote_code=model.trust_remote_code,
+            kv_cache_dtype="auto" if settings.kv_cache_dtype == "model" else settings.kv_cache_dtype,
+            hf_overrides={} if model.head_dtype == "model" else {"head_dtype": model.head_dtype},
             # recompute rebuilds every cache at an update, so that a shared prefix is of the held version there too
             enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
             # one step in flight at a time: with more, a write would fall between a step's forward pass and its label
             async_scheduling=False, generation_config="auto", worker_extension_cls="operators.vllm_engine.WorkerExtension",
             weight_transfer_config={"backend": BACKEND}, **memory,
         ))
+        if model.head_dtype == "float32" and self._llm.model_config.head_dtype != torch.float32:
+            raise ValueError(f"model.head_dtype = float32: vLLM has no such output layer on {current_platform.device_name}")
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._in_process = settings.tensor_parallel == 1
         self.tokenizer = self._llm.get_tokenizer()

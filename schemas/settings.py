@@ -75,6 +75,8 @@ class ModelSettings(Section):
     """Folder of the start model in Hugging Face form (config.json, safetensors, tokenizer)."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Off unless asked for."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Where the logits are multiplied out, in engine, trainer and reference: model, in the dtype of the weights, or float32."""
 
 
 class GenerationSettings(Section):
@@ -93,6 +95,8 @@ class GenerationSettings(Section):
     shares finished prefixes across versions; recompute rebuilds it with the new weights."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """dtype of the engine's weights and of the published ones."""
+    kv_cache_dtype: Literal["model", "fp8"] = "model"
+    """fp8 halves the KV cache, at the price of a mismatch with the trainer (`mismatch/kl`)."""
     kv_cache_mb: Positive = 256
     """Memory of the KV cache on a CPU, in MiB a engine; on a GPU `gpu_memory_utilization` decides."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -168,6 +172,8 @@ class GroupingSettings(Section):
     """What becomes of a group that misses samples at its deadline."""
     zero_variance: Literal["filter", "train"] = "filter"
     """Groups whose rewards are all equal teach nothing: filter gives their credit back and they do not count towards a step."""
+    truncated: Literal["train", "filter"] = "train"
+    """Answers that reached max_tokens before their end: filter leaves them out of the group and its mean, with outcome filtered."""
     normalize_by_std: bool = False
     """Divide leave-one-out advantages by the group's sample standard deviation + 1e-4."""
 

@@ -15,6 +15,8 @@ import os
 import sys
 import time
 
+import torch
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from operators.engine import EngineLoop, UpdateRule
@@ -25,6 +27,7 @@ from operators.vllm_engine import VLLMEngine
 from operators.weights import BadWeights, publish
 from schemas.record import encode
 from schemas.records import Dispatch, Weights, now
+from schemas.settings import GenerationSettings, ModelSettings
 from tests.engine_settings import SETTINGS
 from tests.records import prompt
 
@@ -69,11 +72,12 @@ class DirectLoader:
 
 
 class Probe:
-    def __init__(self, engine: VLLMEngine, model: str, mode: str = "reuse_partial", max_lag: int = 100, rule: UpdateRule = UpdateRule()):  # noqa: B008
-        self.loader = DirectLoader(WeightFiles(model, SETTINGS.dtype))
-        rollouts = Rollouts(SETTINGS.model_copy(update={"kv_cache_mode": mode}), run_id="r", generator_id="g", engine=engine.name,
+    def __init__(self, engine: VLLMEngine, model: str, mode: str = "reuse_partial", max_lag: int = 100, rule: UpdateRule = UpdateRule(),  # noqa: B008
+                 settings: GenerationSettings = SETTINGS):
+        self.loader = DirectLoader(WeightFiles(model, settings.dtype))
+        rollouts = Rollouts(settings.model_copy(update={"kv_cache_mode": mode}), run_id="r", generator_id="g", engine=engine.name,
                             tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(model), stop_ids=engine.stop_ids)
-        self.loop = EngineLoop(engine, rollouts, self.loader, self._send, run_id="r", generator_id="g", capacity=SETTINGS.batch,
+        self.loop = EngineLoop(engine, rollouts, self.loader, self._send, run_id="r", generator_id="g", capacity=settings.batch,
                                max_lag=max_lag, kv_cache_mode=mode, rule=rule)
         self.rollouts: list[bytes] = []
         self.acks: list[bytes] = []
@@ -114,12 +118,13 @@ def main(model_a: str, model_b: str, folder: str) -> None:
     versions = itertools.count()
 
     def event(tensors) -> Weights:
-        return publish(folder, 0, next(versions), tensors, "r", "float32")
+        return publish(folder, 0, next(versions), tensors, "r", settings.dtype)
 
-    engine = VLLMEngine(SETTINGS, model_a)
+    settings = SETTINGS
+    engine = VLLMEngine(settings, ModelSettings(path=model_a))
 
     def started(**options) -> Probe:
-        probe = Probe(engine, model_a, **options)
+        probe = Probe(engine, model_a, settings=settings, **options)
         probe.offer(event(a))
         probe.loop.serve()
         return probe
@@ -199,6 +204,20 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         probe.turns(1)
     probe.finish()
     probe.report("abort")
+
+    for name, changes, head in (("head in float32", {}, "float32"), ("cache in fp8", {"kv_cache_dtype": "fp8"}, "model")):
+        settings = SETTINGS.model_copy(update={"dtype": "bfloat16", **changes})
+        engine = VLLMEngine(settings, ModelSettings(path=model_a, head_dtype=head))
+        probe = started()
+        for i in range(12):
+            probe.submit(f"{i} + {i * 37} = ")
+        probe.turns(30)  # the first four have ended
+        probe.offer(event(b))
+        probe.finish()
+        probe.report(name)
+        if head == "float32":
+            (logits,) = engine._llm.collective_rpc(lambda worker: worker.get_model().compute_logits(torch.ones(1, 64, dtype=torch.bfloat16)))
+            print(json.dumps({"name": "logits of ones", "dtype": str(logits.dtype), "values": logits[0].tolist()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,19 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from operators.engine import EngineLoop, UpdateRule
 from operators.engine_frames import ACK, RESULT, STATS, pack_offer, pack_result, pack_submit, unpack_offer, unpack_result, unpack_submit
+from operators.forward import load_model
 from operators.loader import Arrival, Loader, WeightFiles
 from operators.rollouts import Rollouts, Sampled, label, tokenizer_digest
 from operators.weights import BadWeights, publish
 from schemas.record import decode, encode
 from schemas.records import Ack, Dispatch, Rollout, Weights, now
-from schemas.settings import GenerationSettings
+from schemas.settings import GenerationSettings, ModelSettings
 from tests.engine_settings import SETTINGS
 from tests.records import prompt
 from tests.tiny import make_tiny_model
@@ -791,9 +793,19 @@ def probe(request, tmp_path_factory):
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             one = json.loads(line)
-            found[one["name"]] = ([decode(Rollout, base64.b64decode(r))[0] for r in one["rollouts"]],
+            found[one["name"]] = one if "values" in one else ([decode(Rollout, base64.b64decode(r))[0] for r in one["rollouts"]],
                                   [decode(Ack, base64.b64decode(a))[0] for a in one["acks"]])
-    return found, [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32) for m in models], models[0]
+    return found, [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32) for m in models], models
+
+
+@pytest.fixture(scope="module")
+def heads(probe):
+    """{model.head_dtype: the trainer's two models in bfloat16}, with a cache and an attention that can use one."""
+    made = {head: [load_model(ModelSettings(path=str(folder), head_dtype=head), dtype="bfloat16", attention="sdpa").eval() for folder in probe[2]]
+            for head in ("model", "float32")}
+    for model in itertools.chain(*made.values()):
+        model.config._attn_implementation, model.config.use_cache = "sdpa", True
+    return made
 
 
 def logprobs(model, ids, cache=None):
@@ -861,6 +873,31 @@ def test_updates_come_by_tokens_in_the_real_engine(probe, name):
     assert [b - a for a, b in itertools.pairwise(later)] == [8] * (len(later) - 1), "one is offered a turn, and the newest is taken"
 
 
+def disagreement(rollouts: list[Rollout], models: dict) -> float:
+    return float(np.mean([abs(a - b) for r in rollouts for a, b in zip(sampled_logprobs(r), expected(r, models), strict=True)]))
+
+
+def test_logits_in_float32_are_the_trainers_to_the_last_bits_after_an_update(probe, heads):
+    rollouts, acks = probe[0]["head in float32"]
+    versions = [a.version for a in acks]
+    assert {r.policy_version_max for r in rollouts} == set(versions), "else nothing was tested"
+    assert disagreement(rollouts, dict(zip(versions, heads["float32"], strict=True))) < 0.05, "bfloat16 of the layers"
+    logits = probe[0]["logits of ones"]
+    ones = torch.ones(1, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        wide, narrow = (heads[head][1].lm_head(ones)[0].tolist() for head in ("float32", "model"))
+    assert logits["dtype"] == "torch.float32"
+    assert logits["values"] == pytest.approx(wide, abs=1e-5)
+    assert narrow != pytest.approx(wide, abs=1e-3), "in bfloat16 they are rounded"
+
+
+def test_an_fp8_cache_is_taken_up_and_seen_in_the_mismatch(probe, heads):
+    rollouts, acks = probe[0]["cache in fp8"]
+    assert len(rollouts) == 12 and [a.status for a in acks] == ["applied"] * 2
+    found = disagreement(rollouts, dict(zip([a.version for a in acks], heads["model"], strict=True)))
+    assert 0.05 < found < 1.0, "about 0.02 without"
+
+
 def test_there_and_back_again_is_the_same(probe):
     found, models, _ = probe
     (first, other, back), acks = found["a b a"]
@@ -894,7 +931,7 @@ def test_a_wrong_digest_is_refused(probe):
 
 
 def test_lengths_are_the_engines_own(probe):
-    found, _, model = probe
+    found, _, (model, _) = probe
     by_reason = {r.admission: r for r in found["lengths"][0]}
     *_, long, short, cut = (by_reason[i] for i in sorted(by_reason))
     assert (long.finish_reason, len(long.loss_mask), any(long.loss_mask)) == ("context_overflow", long.prompt_length, False)
@@ -920,7 +957,7 @@ def test_the_engine_gives_what_an_aborted_sequence_had(probe):
 def test_prompts_are_tokenised_as_the_models_tokenizer_does(probe):
     from transformers import AutoTokenizer
 
-    found, _, model = probe
+    found, _, (model, _) = probe
     tokenizer = AutoTokenizer.from_pretrained(model)
     rollouts, _ = found["switch reuse"]
     texts = {1: "1 + 2 =", 2: "20 + 9 = 29", 3: "7", 4: "20 + 9 = 29"}

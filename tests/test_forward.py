@@ -11,7 +11,7 @@ import torch
 from operators import forward, losses, microbatch
 from operators.forward import BadModel, check_packing, chosen_logprobs, lists, load_model, pack, spread, token_logprobs, with_predecessor
 from operators.packed_attention import layout
-from schemas.settings import CISPOLoss, GSPOLoss, PPOLoss, ReinforceLoss
+from schemas.settings import CISPOLoss, GSPOLoss, ModelSettings, PPOLoss, ReinforceLoss
 from tests import batches
 from tests.tiny import make_tiny_model
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return load_model(str(folder), dtype="float32", attention="sdpa", trust_remote_code=False)
+    return load_model(ModelSettings(path=str(folder)), dtype="float32", attention="sdpa")
 
 
 def apart(model, token_ids, offsets, targets, temperature):
@@ -102,6 +102,24 @@ def test_chosen_logprobs_in_chunks_has_exact_gradients(monkeypatch):
     assert torch.autograd.gradcheck(lambda x: chosen_logprobs(x, ids, temperature)[0], (logits,))
 
 
+def test_a_head_in_float32_rounds_neither_logits_nor_names(folder, case):
+    narrow, wide = (load_model(ModelSettings(path=str(folder), head_dtype=d), dtype="bfloat16", attention="sdpa") for d in ("model", "float32"))
+    hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = hidden.double() @ wide.lm_head.weight.double().T
+    assert (wide.lm_head(hidden) - exact).abs().max() < 1e-5 * exact.abs().max()
+    assert (narrow.lm_head(hidden) - exact).abs().max() > 1e-3 * exact.abs().max()
+    assert wide.state_dict().keys() == narrow.state_dict().keys()
+    token_logprobs(wide, pack(*case))[0].sum().backward()
+    assert wide.lm_head.weight.grad.dtype == torch.bfloat16 and wide.lm_head.weight.grad.abs().sum() > 0
+    check_packing(wide, 0.2)
+
+
+def test_a_head_that_is_no_linear_layer_is_not_taken_in_float32(folder, monkeypatch):
+    monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: torch.nn.Identity())
+    with pytest.raises(BadModel, match="LlamaForCausalLM is Identity, no linear layer: set model.head_dtype = model"):
+        load_model(ModelSettings(path=str(folder), head_dtype="float32"), dtype="float32", attention="sdpa")
+
+
 def test_bfloat16_logits_are_taken_in_float32():
     logits = torch.randn(5, 320, generator=torch.Generator().manual_seed(0)).mul(5).bfloat16()
     ids = torch.arange(5)
@@ -163,11 +181,11 @@ def test_packed_loss_and_gradient_equal_unpacked_ones(model, loss):
 
 def test_a_folder_without_a_model_is_named(tmp_path):
     with pytest.raises(BadModel, match=r"is no model folder: it has no config\.json"):
-        load_model(str(tmp_path), dtype="float32", attention="sdpa", trust_remote_code=False)
+        load_model(ModelSettings(path=str(tmp_path)), dtype="float32", attention="sdpa")
 
 
 def test_a_model_that_mixes_packed_sequences_is_refused(folder):
-    model = load_model(str(folder), dtype="float32", attention="sdpa", trust_remote_code=False)
+    model = load_model(ModelSettings(path=str(folder)), dtype="float32", attention="sdpa")
     check_packing(model, 1e-4)
     model.config._attn_implementation = "sdpa"
     ordinary = model.forward

@@ -40,6 +40,23 @@ def test_equal_rewards_are_trained_if_wanted():
     assert list(g.ready) == [0]
 
 
+def test_an_answer_that_was_cut_off_leaves_its_group_if_wanted():
+    g = grouper(truncated="filter")
+    feed(g, rollout(0, 0, reward=1.0), rollout(0, 1), rollout(0, 2, finish_reason="length", truncated=True), rollout(0, 3))
+    assert said(g) == [("d/0/0", 2, "filtered")] and "max_tokens" in g.decisions[0].cause
+    assert sorted(g.ready[0].rows) == [0, 1, 3], "and its reward is not in the mean of the others"
+    g = grouper()
+    feed(g, *(rollout(0, i, reward=float(i), truncated=True) for i in range(4)))
+    assert sorted(g.ready[0].rows) == [0, 1, 2, 3]
+
+
+def test_a_group_of_which_all_were_cut_off_is_finished():
+    g = grouper(truncated="filter")
+    feed(g, *(rollout(0, i, reward=float(i), truncated=True) for i in range(4)))
+    assert [o for *_, o in said(g)] == ["filtered"] * 4
+    assert not g.ready and not g.open
+
+
 def test_a_second_rollout_of_a_sample_is_a_duplicate_whatever_its_attempt():
     """Case 38: a resubmitted prompt finishes twice with different tokens."""
     g = grouper()

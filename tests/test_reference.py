@@ -12,6 +12,7 @@ from operators.reference_child import Reference
 from operators.reference_frames import READY, REFUSED, SCORED, pack_record, unpack_record
 from schemas.record import BadRecord, decode, encode, read
 from schemas.records import Rollout
+from schemas.settings import ModelSettings
 from tests import batches, records
 from tests.tiny import make_tiny_model
 
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    return Reference(str(folder), dtype="float32", attention="sdpa", token_budget=64, device="cpu", trust_remote_code=False)
+    return Reference(ModelSettings(path=str(folder)), dtype="float32", attention="sdpa", token_budget=64, device="cpu")
 
 
 def rollout(index, temperature=1.0, **changes):
@@ -49,7 +50,7 @@ def same(found, wanted):
 
 
 def test_sampled_tokens_get_the_models_logprobs_at_their_rows_temperature(folder, reference):
-    model = load_model(str(folder), dtype="float32", attention="sdpa", trust_remote_code=False).eval()
+    model = load_model(ModelSettings(path=str(folder)), dtype="float32", attention="sdpa").eval()
     rows = [rollout(i, temperature) for i, temperature in enumerate([1.0, 0.6, 1.3, 1.0, 0.9])]
     found = [decode(Rollout, encode([r])) for r in rows]
     tables = reference.score([records.table(r) for r in rows])
@@ -62,7 +63,7 @@ def test_sampled_tokens_get_the_models_logprobs_at_their_rows_temperature(folder
 
 
 def test_the_trainers_forward_gives_the_same(folder, reference):
-    model = load_model(str(folder), dtype="float32", attention="sdpa", trust_remote_code=False)
+    model = load_model(ModelSettings(path=str(folder)), dtype="float32", attention="sdpa")
     row = rollout(7, 0.8)
     n = len(row.token_ids)
     targets = np.flatnonzero(row.loss_mask)

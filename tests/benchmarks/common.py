@@ -245,4 +245,4 @@ def _print(name: str, measures: Sequence[Measure], on: dict[str, Any]) -> None:
 
 
 def _short(x: float) -> str:
-    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3f}"
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3f}" if abs(x) >= 0.1 or not x else f"{x:.3g}"

@@ -139,7 +139,7 @@ class Bare:
 
         t = settings.training
         self._clip, self._torch = t.loss.importance_weight_clip, torch
-        model = load_model(settings.model.path, dtype=t.dtype, attention=t.attention, trust_remote_code=False)
+        model = load_model(settings.model, dtype=t.dtype, attention=t.attention)
         optimizer = torch.optim.AdamW(model.parameters(), lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, fused=True)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(settings, sum(p.numel() for p in model.parameters())))
