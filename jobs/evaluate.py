@@ -98,11 +98,11 @@ def _sample_and_grade(engine, rollouts: Rollouts, service, prompts: Sequence[Pro
                     request.refusal = "error", f"the engine does not take the prompt: {e}"
             if request.refusal is not None:
                 say(f"prompt {prompts[p].prompt_id}: {request.refusal[1]}")
-                service.submit(ident, rollouts.refused(request, digest))
+                service.submit(ident, encode([rollouts.refused(request, digest)]))
                 continue
             in_flight[ident] = request
         for sampled in engine.step() if in_flight else ():
-            service.submit(sampled.ident, rollouts.finished(in_flight.pop(sampled.ident), sampled, None, digests, digest))
+            service.submit(sampled.ident, encode([rollouts.finished(in_flight.pop(sampled.ident), sampled, None, digests, digest)]))
         for ident, messages in service.drain():
             for message in messages:
                 p, s = map(int, ident.split("-"))

@@ -35,7 +35,7 @@ from operators.loader import Arrival, LoadedWeights, Loader, WeightFiles
 from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_digest, version_of
 from operators.weights import BadWeights
 from schemas.record import decode, encode
-from schemas.records import Ack, Weights, now
+from schemas.records import Ack, Rollout, Weights, now
 from schemas.settings import GenerationSettings, ModelSettings
 
 STATS_EVERY_S = 0.25
@@ -98,7 +98,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, rollouts: Rollouts, loader: Loader, send: Callable[[int, bytes], None], *, run_id: str,
                  generator_id: str, capacity: int, max_lag: int, kv_cache_mode: str, rule: UpdateRule = UpdateRule(),
-                 clock: Callable[[], float] = time.time):
+                 gather_s: float = 0.0, clock: Callable[[], float] = time.time):
         self._engine, self._rollouts, self._loader, self._send = engine, rollouts, loader, send
         self._run_id, self._generator_id, self._clock = run_id, generator_id, clock
         self._capacity, self._max_lag, self._kv_cache_mode = capacity, max_lag, kv_cache_mode
@@ -111,6 +111,8 @@ class EngineLoop:
         self._held: LoadedWeights | None = None
         self._rule = rule
         self._arrival: Arrival | None = None  # the newest version that is ready and not applied yet
+        self._ended_rows: list[tuple[str, Rollout]] = []  # (ident, rollout) to be sent together
+        self._gather_s, self._sent_at = gather_s, 0.0
         self._lengths_at_update: dict[str, int] = {}  # tokens of the sequences that were in flight then
         self._digests: dict[str, str] = {}
         self._offered: tuple[int, int] | None = None  # newest ever
@@ -144,6 +146,14 @@ class EngineLoop:
 
     def turn(self) -> bool:
         """One round: apply what is ready, refill the slots, one step. False if there was nothing to do."""
+        worked = self._turn()
+        # Where sequences are short, a message for each would cost more than to sample it.
+        if self._ended_rows and (not self._in_flight or self._clock() - self._sent_at >= self._gather_s):
+            rows, self._ended_rows, self._sent_at = self._ended_rows, [], self._clock()
+            self._send(RESULT, pack_result([ident for ident, _ in rows], rows[0][1].group_id, encode([r for _, r in rows])))
+        return worked
+
+    def _turn(self) -> bool:
         applied = False
         while (arrival := self._loader.take()) is not None:
             applied = True
@@ -194,7 +204,7 @@ class EngineLoop:
                 except ValueError as e:
                     request.refusal = "error", f"the engine does not take the prompt: {e}"
             if request.refusal is not None:
-                self._answer(request, self._rollouts.refused(request, held.digest))
+                self._ended_rows.append((request.ident, self._rollouts.refused(request, held.digest)))
                 continue
             self._in_flight[request.ident] = request
             self._unstarted.add(request.ident)
@@ -211,10 +221,9 @@ class EngineLoop:
         self._unstarted.discard(sampled.ident)
         self._generated += len(sampled.logprobs)
         first = self._first_token_at.pop(sampled.ident, None)
-        self._answer(request, self._rollouts.finished(request, sampled, first, self._digests, self._held.event.digest, cause))
+        rollout = self._rollouts.finished(request, sampled, first, self._digests, self._held.event.digest, cause)
+        self._ended_rows.append((request.ident, rollout))
 
-    def _answer(self, request: Request, rollout: bytes) -> None:
-        self._send(RESULT, pack_result(request.ident, request.dispatch.group_id, rollout))
 
     # --- weights
 
@@ -365,7 +374,7 @@ def run(parent: Parent) -> None:
                         tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(model.path), stop_ids=engine.stop_ids)
     loop = EngineLoop(engine, rollouts, Loader(files.load, (BadWeights,), wake.set), parent.send, run_id=config["run_id"],
                       generator_id=config["generator_id"], capacity=settings.batch, max_lag=config["max_lag"],
-                      kv_cache_mode=settings.kv_cache_mode, rule=UpdateRule(**config["update"]))
+                      kv_cache_mode=settings.kv_cache_mode, rule=UpdateRule(**config["update"]), gather_s=config["gather_s"])
     parent.send(READY, json.dumps({"engine": engine.name, "seconds": time.time() - started, "pid": os.getpid()}).encode())
     while True:
         while commands:

@@ -6,12 +6,12 @@ import struct
 
 #: Frames to the child: a sample, a version on offer, the word that all versions on offer at the start have been said.
 SUBMIT, OFFER, SERVE = 1, 2, 3
-#: Frames from it: the engine is loaded, a rollout, an ack record, measures as JSON.
+#: Frames from it: the engine is loaded, rollouts that ended, an ack record, measures as JSON.
 READY, RESULT, ACK, STATS = 1, 2, 3, 4
 
 _SUBMIT = struct.Struct("<HI")  # length of the ident, attempt
 _OFFER = struct.Struct("<d")  # heard at, seconds since the epoch
-_RESULT = struct.Struct("<HH")  # lengths of ident and group id
+_RESULT = struct.Struct("<IH")  # lengths of the idents and of the group id
 
 
 def pack_submit(ident: str, attempt: int, record: bytes) -> bytes:
@@ -33,12 +33,13 @@ def unpack_offer(payload: bytes) -> tuple[float, bytes]:
     return _OFFER.unpack_from(payload)[0], payload[_OFFER.size:]
 
 
-def pack_result(ident: str, group_id: str, rollout: bytes) -> bytes:
-    name, group = ident.encode(), group_id.encode()
-    return _RESULT.pack(len(name), len(group)) + name + group + rollout
+def pack_result(idents: list[str], group_id: str, rollouts: bytes) -> bytes:
+    """The samples that are answered, the group of the first one, and the message of their rollouts."""
+    names, group = "\n".join(idents).encode(), group_id.encode()
+    return _RESULT.pack(len(names), len(group)) + names + group + rollouts
 
 
-def unpack_result(payload: bytes) -> tuple[str, bytes, bytes]:
-    name, group = _RESULT.unpack_from(payload)
-    at = _RESULT.size + name
-    return payload[_RESULT.size:at].decode(), payload[at:at + group], payload[at + group:]
+def unpack_result(payload: bytes) -> tuple[list[str], bytes, bytes]:
+    names, group = _RESULT.unpack_from(payload)
+    at = _RESULT.size + names
+    return payload[_RESULT.size:at].decode().split("\n"), payload[at:at + group], payload[at + group:]

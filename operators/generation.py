@@ -152,10 +152,11 @@ class EngineService:
     def _on_frame(self, kind: int, payload: bytes) -> None:
         self._heard_at = self._clock()
         if kind == RESULT:
-            ident, group_id, rollout = unpack_result(payload)
+            idents, group_id, rollouts = unpack_result(payload)
             with self._lock:
-                if self._open.pop(ident, None) is not None:
-                    self._done.append((ident, [Row(group_id, rollout)]))
+                answered = [i for i in idents if self._open.pop(i, None) is not None]
+                # One message answers them all: it goes with the first, which is drained before the others.
+                self._done.extend((ident, [] if n else [Row(group_id, rollouts)]) for n, ident in enumerate(answered))
         elif kind == ACK:
             (ack,) = decode(Ack, payload)
             with self._lock:
@@ -323,7 +324,7 @@ def engine_config(settings: Settings, generator_id: str, incarnation: str = "0")
     return {
         "run_id": settings.run.id, "generator_id": generator_id, "model": settings.model.model_dump(),
         "max_lag": settings.training.max_lag,
-        "update": {"count": count, "unit": unit, "chunk": settings.weights.chunked_generation},
+        "gather_s": settings.flink.tick_ms / 1000, "update": {"count": count, "unit": unit, "chunk": settings.weights.chunked_generation},
         "generation": settings.generation.model_dump(mode="json"), "seed": int.from_bytes(seed[:4], "little"),
     }
 

@@ -1,7 +1,7 @@
 """The thin Flink function around a service in a child process: generation, reward and reference share it.
 
 Promises: a record that came in is answered, or lies in the keyed state of its slot and is submitted again when that slot is next seen
-after a restore; an answer leaves the state of the slot its record came with, and no other; nothing blocks Flink's thread. Records wait in
+after a restore; it leaves that state after its answer has been emitted, never before; nothing blocks Flink's thread. Records wait in
 `MapState[ident -> record]`, answers are drained by processing-time timers. It does not know what a record or an answer is: that is the
 service's business.
 
@@ -49,7 +49,8 @@ class Service(Protocol):
         """Take a record; `attempt` is 0 at first, +1 each time it is submitted again after a restore."""
 
     def drain(self) -> list[tuple[str, list]]:
-        """(ident, outputs) of what was finished since the last call, whatever its key."""
+        """(ident, outputs) of what was finished since the last call, whatever its key; an output that answers several records comes with
+        the first of them."""
 
     def poll(self) -> None:
         """Raise if the service is beyond repair: the job then fails with that cause."""
@@ -82,7 +83,7 @@ class Offload(KeyedProcessFunction):
         self._count = 0
         self._key_of: dict[str, Any] = {}  # what the service holds
         self._held: dict[Any, int] = {}  # key -> records the service holds of it; a key in it has been seen since the restore
-        self._answers: dict[Any, list[tuple[str, list]]] = {}  # drained, waiting for a timer of their key
+        self._answered: dict[Any, list[str]] = {}  # their outputs have left; they leave the state at a timer of their key
         self._near: dict[Any, int] = {}  # newest timers registered, of each key
         self._far: dict[Any, int] = {}
         self._pause, self._looked_at = 1, 0  # ticks until the next look; when the last one was due
@@ -124,10 +125,11 @@ class Offload(KeyedProcessFunction):
             if owner is None:  # a second answer: the first one has left
                 log.warning(f"offload: a second answer for record {ident} is dropped")
                 continue
-            self._answers.setdefault(owner, []).append((ident, outputs))
-        for ident, outputs in self._answers.pop(key, ()):
-            self._held[key] -= 1
+            # At once, whatever its slot: an output may answer records of several, and none of them leaves its state before.
             yield from outputs
+            self._answered.setdefault(owner, []).append(ident)
+        for ident in self._answered.pop(key, ()):
+            self._held[key] -= 1
             self._pending.remove(ident)
         if self._held[key]:
             self._arm(key, ctx)

@@ -92,15 +92,11 @@ class ReferenceService:
                 self._loading_since = None
                 log.info(f"reference model {payload.decode()} is loaded")
                 return
-            ident, content = unpack_record(payload)
-            record = self._open.pop(ident, None)
-            if record is None:
-                return  # answered by the child that died
-            if kind == SCORED:
-                self._done.append((ident, [content]))
-            elif kind == REFUSED:
-                self._refused.append((f"reference cannot score a rollout: {content.decode()}", record))
-                self._done.append((ident, []))
+            name, content = unpack_record(payload)
+            if kind == REFUSED:
+                self._refused.append((f"reference cannot score a rollout: {name}", content))
+            elif kind == SCORED and self._open.pop(name, None) is not None:  # else answered by the child that died
+                self._done.append((name, [content] if content else []))
 
     def _on_death(self, cause: str) -> None:
         with self._lock:

@@ -56,6 +56,17 @@ class Reference:
         if (wrong := np.flatnonzero(~(np.isfinite(temperature) & (temperature > 0)))).size:
             raise BadRecord(f"rollout {names[wrong[0]]}: sampling.temperature is {temperature[wrong[0]]}, it must be greater than 0")
 
+    def sound(self, table: pa.Table) -> tuple[pa.Table, list[tuple[str, pa.Table]]]:
+        """(the rollouts that can be scored, [(cause, a rollout that cannot)])."""
+        try:
+            self.check(table)
+            return table, []
+        except BadRecord as e:
+            if table.num_rows == 1:
+                return table.slice(1), [(str(e), table)]
+        apart = [self.sound(table.slice(i, 1)) for i in range(table.num_rows)]
+        return pa.concat_tables([good for good, _ in apart]), [bad for _, found in apart for bad in found]
+
     def score(self, tables: Sequence[pa.Table]) -> list[pa.Table]:
         """The tables with ref_logprobs, at each row's temperature and null where not sampled, and ref_model filled in.
 
@@ -170,18 +181,25 @@ def main() -> None:
 
     threading.Thread(target=listen, name="frames", daemon=True).start()
     while True:
-        taken: list[tuple[str, bytes, pa.Table]] = []
+        taken: list[tuple[str, pa.Table]] = []
         for ident, record in waiting(records, reference.token_budget):
             try:
                 table = read(Rollout, record)
-                reference.check(table)
-                taken.append((ident, record, table))
             except BadRecord as e:
-                parent.send(REFUSED, pack_record(ident, str(e).encode()))
+                parent.send(REFUSED, pack_record(str(e), record))
+                parent.send(SCORED, pack_record(ident, b""))
+                continue
+            good, refused = reference.sound(table)
+            for cause, row in refused:
+                parent.send(REFUSED, pack_record(cause, encode_batch(row)))
+            if good.num_rows:
+                taken.append((ident, good))
+            else:
+                parent.send(SCORED, pack_record(ident, b""))
         if not taken:
             continue
-        for (ident, record, table), scored in zip(taken, reference.score([t for _, _, t in taken]), strict=True):
-            parent.send(SCORED, pack_record(ident, record if scored is table else encode_batch(scored)))
+        for (ident, _), scored in zip(taken, reference.score([table for _, table in taken]), strict=True):
+            parent.send(SCORED, pack_record(ident, encode_batch(scored)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The frames between the reference operator and its child: kinds, and a record with its ident."""
+"""The frames between the reference operator and its child: kinds, and a record with its name."""
 
 from __future__ import annotations
 
 import struct
 
 SCORE = 1  # to the child: ident, rollouts
-SCORED = 2  # from it: ident, rollouts
-REFUSED = 3  # from it: ident, cause
+SCORED = 2  # from it: ident, rollouts; nothing if none of its rollouts can be scored
+REFUSED = 3  # from it, before the record is answered: cause, the rollouts that cannot be scored
 READY = 4  # from it: the reference model's name
 _LENGTH = struct.Struct("<H")
 

@@ -98,7 +98,6 @@ def scored(rollouts: pa.Table, verdicts: Sequence[Verdict], at: datetime) -> byt
 @dataclass(slots=True)
 class _Record:
     ident: str
-    original: bytes
     rollouts: pa.Table
     verdicts: list[Verdict | None]
     missing: int
@@ -154,7 +153,7 @@ class RewardService:
             self._finish(ident, [])
             return
         rows = rollouts.num_rows
-        taken = _Record(ident, record, rollouts, [None] * rows, rows)
+        taken = _Record(ident, rollouts, [None] * rows, rows)
         if not rows:
             self._finish(ident, [])
         columns = [rollouts.column(n) for n in ("finish_reason", "task", "completion", "answer", "task_metadata")]
@@ -301,7 +300,7 @@ class RewardService:
     def _verdict(self, row: _Row, answer: dict) -> Verdict:
         rollouts = row.record.rollouts
         if "unknown" in answer:
-            self._dead(answer["unknown"], row.record.original, rollouts.column("group_id")[row.index].as_py(),
+            self._dead(answer["unknown"], encode_batch(rollouts.slice(row.index, 1)), rollouts.column("group_id")[row.index].as_py(),
                        rollouts.column("sample_index")[row.index].as_py())
             return Verdict("error", cause=answer["unknown"])
         if "failure" in answer:

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from operators.evaluation import is_evaluation
-from schemas.record import BadRecord, decode, encode
+from schemas.record import BadRecord, decode
 from schemas.records import FINISH_REASONS, Dispatch, Prompt, Rollout, now
 from schemas.settings import GenerationSettings
 
@@ -125,14 +125,14 @@ class Rollouts:
             return list(self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False))
         return list(self._tokenizer(text)["input_ids"])
 
-    def refused(self, request: Request, digest: str) -> bytes:
-        """The record of a request that no engine was asked to serve; `digest` is of the weights it would have met."""
+    def refused(self, request: Request, digest: str) -> Rollout:
+        """The rollout of a request that no engine was asked to serve; `digest` is of the weights it would have met."""
         reason, cause = request.refusal
         return self.finished(request, Sampled(request.ident, [], [], [], reason), None, {}, digest, cause)
 
     def finished(self, request: Request, sampled: Sampled, first_token_at: datetime | None, digests: Mapping[str, str],
-                 held_digest: str, cause: str | None = None) -> bytes:
-        """The encoded Rollout. `digests`: version label -> digest of the weights; `held_digest` if nothing was sampled."""
+                 held_digest: str, cause: str | None = None) -> Rollout:
+        """The rollout of a sequence that ended. `digests`: version label -> digest of the weights; `held_digest` if nothing was sampled."""
         reason = sampled.finish_reason
         if reason not in FINISH_REASONS:
             reason, cause = "error", f"the engine ended the sequence with {reason!r}"
@@ -149,7 +149,7 @@ class Rollouts:
         turns = [{"role": "user", "start": 0, "end": start}] if start else []
         if tokens:
             turns.append({"role": "assistant", "start": start, "end": start + tokens})
-        return encode([Rollout(
+        return Rollout(
             **self._common, **_prompt_fields(dispatch.group_id, request.prompt),
             group_id=dispatch.group_id, sample_index=dispatch.sample_index, rollout_id=uuid.uuid4().hex, attempt=request.attempt,
             admission=dispatch.admission, group_size=dispatch.group_size,
@@ -164,7 +164,7 @@ class Rollouts:
                       "max_tokens": request.max_tokens},
             weights_digest=digests[sampled.spans[-1][1]] if sampled.spans else held_digest,
             completion=text, turns=turns, dispatched_at=dispatch.dispatched_at, first_token_at=first_token_at, finished_at=now(),
-        )])
+        )
 
 
 def _prompt_fields(group_id: str, prompt: Prompt | None) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from operators.loader import Arrival, WeightFiles
 from operators.rollouts import Rollouts, tokenizer_digest
 from operators.vllm_engine import VLLMEngine
 from operators.weights import BadWeights, publish
-from schemas.record import encode
-from schemas.records import Dispatch, Weights, now
+from schemas.record import decode, encode
+from schemas.records import Dispatch, Rollout, Weights, now
 from schemas.settings import GenerationSettings, ModelSettings
 from tests.engine_settings import SETTINGS
 from tests.records import prompt
@@ -85,7 +85,7 @@ class Probe:
 
     def _send(self, kind: int, payload: bytes) -> None:
         if kind == RESULT:
-            self.rollouts.append(unpack_result(payload)[2])
+            self.rollouts += [encode([r]) for r in decode(Rollout, unpack_result(payload)[2])]
         elif kind == ACK:
             self.acks.append(payload)
 

@@ -142,7 +142,7 @@ def dispatch(index: int, text: str = "abc", min_version: int = 0, **changes) -> 
 
 class Bench:
     def __init__(self, *, capacity=2, max_lag=100, mode="reuse_partial", max_tokens=4, max_model_len=64, rule=UpdateRule(),  # noqa: B008
-                 **options):
+                 gather_s=0.0, **options):
         self.settings = GenerationSettings(batch=capacity, max_tokens=max_tokens, max_model_len=max_model_len, kv_cache_mode=mode,
                                            **options)
         self.engine, self.loader, self.frames, self.time = FakeEngine(), FakeLoader(), [], 1000.0
@@ -151,7 +151,8 @@ class Bench:
         rollouts = Rollouts(self.settings, run_id="r", generator_id="g", engine="fake-1", tokenizer=tokenizer, tokenizer_digest="t",
                             stop_ids=frozenset({STOP}))
         self.loop = EngineLoop(self.engine, rollouts, self.loader, lambda kind, payload: self.frames.append((kind, payload)), run_id="r",
-                               generator_id="g", capacity=capacity, max_lag=max_lag, kv_cache_mode=mode, rule=rule, clock=lambda: self.time)
+                               generator_id="g", capacity=capacity, max_lag=max_lag, kv_cache_mode=mode, rule=rule, gather_s=gather_s,
+                               clock=lambda: self.time)
 
     def submit(self, index, text="abc", attempt=0, **changes):
         self.loop.submit(f"i{index}", attempt, dispatch(index, text, **changes))
@@ -175,11 +176,29 @@ class Bench:
 
     @property
     def results(self) -> list[Rollout]:
-        return [decode(Rollout, unpack_result(p)[2])[0] for k, p in self.frames if k == RESULT]
+        return [r for k, p in self.frames if k == RESULT for r in decode(Rollout, unpack_result(p)[2])]
 
     @property
     def acks(self) -> list[Ack]:
         return [decode(Ack, p)[0] for k, p in self.frames if k == ACK]
+
+
+def test_what_ends_within_a_moment_is_one_message_and_a_straggler_does_not_wait():
+    b = Bench(max_tokens=3, capacity=3, gather_s=0.05).serving()
+    for i in range(3):
+        b.submit(i)
+        b.turns(1)  # they end one turn after the other
+    frames = lambda: [unpack_result(p)[0] for k, p in b.frames if k == RESULT]  # noqa: E731
+    assert frames() == [["i0"]], "nothing was sent just before"
+    b.submit(3)
+    b.turns(1)
+    assert frames() == [["i0"]]
+    b.time += 0.06
+    b.turns(1)
+    assert frames() == [["i0"], ["i1", "i2"]]
+    b.turns(2)
+    assert frames()[2:] == [["i3"]], "and nothing waits for a sequence that may never come"
+    assert [r.sample_index for r in b.results] == [0, 0, 0, 0] and len({r.rollout_id for r in b.results}) == 4
 
 
 # --- when a version is applied
@@ -597,7 +616,7 @@ def finished(sampled: Sampled) -> Rollout:
     maker = Rollouts(GenerationSettings(), run_id="r", generator_id="g", engine="e", tokenizer=FakeTokenizer(), tokenizer_digest="t",
                      stop_ids=frozenset({STOP, 3}))
     request = maker.request("i", 0, dispatch(0, "ab"))
-    (r,) = decode(Rollout, maker.finished(request, sampled, now(), {"0.1": "d1"}, "held"))
+    (r,) = decode(Rollout, encode([maker.finished(request, sampled, now(), {"0.1": "d1"}, "held")]))
     return r
 
 
@@ -641,7 +660,7 @@ def test_an_unknown_finish_reason_is_an_error_with_its_name():
 def test_frames_keep_what_they_are_given():
     assert unpack_submit(pack_submit("ü-1", 3, b"\0rec")) == ("ü-1", 3, b"\0rec")
     assert unpack_offer(pack_offer(12.5, b"\0event")) == (12.5, b"\0event")
-    assert unpack_result(pack_result("i", "d/ü/1", b"\0roll")) == ("i", "d/ü/1".encode(), b"\0roll")
+    assert unpack_result(pack_result(["i", "j-1"], "d/ü/1", b"\0roll")) == (["i", "j-1"], "d/ü/1".encode(), b"\0roll")
 
 
 # --- the loader

@@ -44,8 +44,8 @@ class FakeChild:
     def ready(self):
         self.on_frame(READY, b"{}")
 
-    def answer(self, ident):
-        self.on_frame(RESULT, pack_result(ident, "d/0/1", b"rollout of " + ident.encode()))
+    def answer(self, *idents):
+        self.on_frame(RESULT, pack_result(list(idents), "d/0/1", b"rollout of " + " ".join(idents).encode()))
 
     def ack(self, version, status="applied", cause=None):
         self.on_frame(ACK, encode([Ack(
@@ -92,6 +92,17 @@ def test_answers_come_out_as_rows_of_key_and_value_once():
     ((ident, rows),) = o.service.drain()
     assert ident == "b" and [tuple(r) for r in rows] == [(b"d/0/1", b"rollout of b")]
     assert o.service.drain() == []
+
+
+def test_a_message_that_answers_several_samples_comes_with_the_first():
+    o = Operator()
+    for ident in "abc":
+        o.service.submit(ident, b"", 0)
+    o.child.answer("b", "never asked", "a")
+    (first, rows), second = o.service.drain()
+    assert (first, second) == ("b", ("a", [])) and [tuple(r) for r in rows] == [(b"d/0/1", b"rollout of b never asked a")]
+    o.child.on_death("signal SIGKILL")
+    assert [i for i, _, _ in o.child.submitted] == ["c"]
 
 
 def test_a_dead_engine_is_replaced_with_the_newest_version_and_every_open_record():
@@ -378,7 +389,9 @@ def test_a_killed_engine_leaves_nothing_behind_and_its_successor_serves_on_the_n
 
     def drain():
         service.poll()
-        done.update((ident, decode(Rollout, rows[0][1])[0]) for ident, rows in service.drain())
+        found = service.drain()
+        rollouts = [r for _, rows in found for row in rows for r in decode(Rollout, row[1])]
+        done.update((ident, r) for (ident, _), r in zip(found, rollouts, strict=True))
 
     try:
         service.offer(publish(str(tmp_path), 0, 0, tensors, "r", "float32"), time.time())

@@ -155,6 +155,22 @@ def test_an_answer_is_emitted_and_leaves_the_state_of_its_own_key():
     assert sorted(h.out) == ["A1", "A2", "B", "C"] and h.state.sizes() == {}
 
 
+def test_records_leave_the_state_behind_the_output_that_answers_them_all():
+    h = Harness()
+    for key in (11, 7, 9):
+        h.element(key, b"x")
+    left = []
+    remove = h.state.remove
+    h.state.remove = lambda ident: left.append((h.state.key, list(h.out))) or remove(ident)
+    of_11, of_7, of_9 = (i for i, _, _ in h.service.submitted)
+    h.service.answer(of_9, "all three")
+    h.service.answer(of_11)
+    h.service.answer(of_7)
+    h.advance(20)
+    assert left == [(7, ["all three"]), (9, ["all three"]), (11, ["all three"])]
+    assert h.out == ["all three"] and h.state.sizes() == {}
+
+
 def test_looks_at_a_quiet_service_get_rarer_and_frequent_again_with_the_first_answer():
     h = Harness()
     looks = []

@@ -10,7 +10,7 @@ from operators.forward import load_model, pack, token_logprobs
 from operators.reference import LOAD_TIMEOUT_S, MAX_RESTARTS, ReferenceFailed, ReferenceService, start_child
 from operators.reference_child import Reference
 from operators.reference_frames import READY, REFUSED, SCORED, pack_record, unpack_record
-from schemas.record import BadRecord, decode, encode, read
+from schemas.record import BadRecord, decode, encode, encode_batch, read
 from schemas.records import Rollout
 from schemas.settings import ModelSettings
 from tests import batches, records
@@ -107,6 +107,16 @@ def test_rows_that_cannot_be_scored_are_named(reference, changes, message):
         reference.check(records.table(rollout(1, **changes)))
 
 
+def test_a_row_that_cannot_be_scored_leaves_and_the_others_stay(reference):
+    rows = [rollout(0), rollout(1, rollout_logprobs=[-1.0]), rollout(2)]
+    good, refused = reference.sound(read(Rollout, encode(rows)))
+    assert good.column("rollout_id").to_pylist() == [rows[0].rollout_id, rows[2].rollout_id]
+    assert [(cause, decode(Rollout, encode_batch(row))) for cause, row in refused] == [
+        ("rollout d/0/1#0: rollout_logprobs has 1 entries for its tokens", [rows[1]])]
+    alone, = reference.score([records.table(rows[2])])
+    same(reference.score([good])[0].column("ref_logprobs").to_pylist()[1], alone.column("ref_logprobs").to_pylist()[0])
+
+
 # The service -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -155,9 +165,12 @@ def test_answers_are_drained_once():
 def test_a_refused_record_goes_to_the_dead_letters_with_its_bytes():
     bench = Bench()
     bench.service.submit("a", b"A", 0)
-    bench.child.on_frame(REFUSED, pack_record("a", b"why"))
-    assert bench.service.drain() == [("a", [])]
-    assert bench.dead == [("reference cannot score a rollout: why", b"A")]
+    bench.child.on_frame(REFUSED, pack_record("why", b"a row"))
+    assert bench.service.drain() == [] and bench.dead == [("reference cannot score a rollout: why", b"a row")]
+    bench.child.on_frame(SCORED, pack_record("a", b"the others"))
+    bench.service.submit("b", b"B", 0)
+    bench.child.on_frame(SCORED, pack_record("b", b""))
+    assert bench.service.drain() == [("a", [b"the others"]), ("b", [])]
 
 
 def test_a_dead_child_is_replaced_and_gets_what_is_open():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as Partition
 
@@ -48,10 +49,12 @@ class Arrival:
 
 
 class Tap:
-    """Every message of a topic with one partition, in a thread of its own whose fetches wait at the broker (a long poll)."""
+    """Every message of a topic with one partition, in a thread of its own whose fetches wait at the broker (a long poll). `rows` counts
+    their records."""
 
     def __init__(self, settings: Settings, name: str, notice: Callable[[Arrival], None] = lambda arrival: None):
         self.arrivals: list[Arrival] = []
+        self.rows = 0
         self._name, self._notice = topic(settings.run.id, name), notice
         self._config = confluent_config(settings) | {"group.id": f"{settings.run.id}.tap", "enable.auto.commit": False,
                                                      "isolation.level": "read_committed"}
@@ -61,15 +64,15 @@ class Tap:
         self._thread.start()
 
     def wait(self, count: int, seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        """Until so many messages have come since the tap was opened. `check` is called now and then, to raise what went wrong."""
+        """Until so many records have come since the tap was opened. `check` is called now and then, to raise what went wrong."""
         end = time.monotonic() + seconds
-        while len(self.arrivals) < count:
+        while self.rows < count:
             with self._more:
                 self._more.wait(1.0)
             if self._error is not None:
                 raise RuntimeError(f"{self._name} can no longer be read") from self._error
             if time.monotonic() > end:
-                raise TimeoutError(f"{self._name}: {len(self.arrivals)} of {count} messages within {seconds:g} s")
+                raise TimeoutError(f"{self._name}: {self.rows} of {count} records within {seconds:g} s")
             check()
 
     def close(self) -> None:
@@ -90,6 +93,7 @@ class Tap:
                     raise KafkaException(message.error())
                 arrival = Arrival(time.time(), message.key(), message.value())
                 self.arrivals.append(arrival)
+                self.rows += pa.ipc.open_stream(arrival.value).read_all().num_rows
                 self._notice(arrival)
                 with self._more:
                     self._more.notify_all()

@@ -92,14 +92,14 @@ class JobSide:
         self._round += 1
         engine = job.engine_pid() if number else None  # the first round starts it
         before = self._cpu(engine)
-        began = time.monotonic()
+        began, came = time.monotonic(), len(job.rollouts.arrivals)
         job.feed([dataclasses.replace(p, dataset_pass=number) for p in self._prompts])
         job.rollouts.wait(self._round * self._samples, START_S, job.check)
         wall = time.monotonic() - began
         after = self._cpu(engine)
         job.relabel()  # its ack brings the engine's counters
         ack = job.applied(job.event.version)
-        rollouts = [r for a in job.rollouts.arrivals[number * self._samples:] for r in decode(Rollout, a.value)]
+        rollouts = [r for a in job.rollouts.arrivals[came:] for r in decode(Rollout, a.value)]
         if bad := [r for r in rollouts if r.finish_reason not in ("stop", "length")]:
             raise RuntimeError(f"{len(bad)} rollouts are none: {bad[0].finish_reason}, {bad[0].finish_cause}")
         tokens = sum(len(r.token_ids) - r.prompt_length for r in rollouts)

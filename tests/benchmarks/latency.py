@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from operators.log import Writer
-from schemas.record import decode, encode
+from schemas.record import decode, encode, read
 from schemas.records import Ack, Outcome, Rollout, now
 from schemas.settings import Settings
 from schemas.topics import OUTCOMES, topic
@@ -42,7 +42,7 @@ class Sequencer:
 
     def __init__(self, settings: Settings):
         self._settings = settings
-        self._have: collections.Counter[bytes] = collections.Counter()
+        self._have: collections.Counter[str] = collections.Counter()
         self._complete: collections.deque[str] = collections.deque()
         self._stop = threading.Event()
         self.error: BaseException | None = None
@@ -50,10 +50,11 @@ class Sequencer:
         self._thread.start()
 
     def notice(self, arrival: Arrival) -> None:
-        self._have[arrival.key] += 1
-        if self._have[arrival.key] == self._settings.grouping.group_size:
-            del self._have[arrival.key]
-            self._complete.append(arrival.key.decode())
+        for group in read(Rollout, arrival.value).column("group_id").to_pylist():
+            self._have[group] += 1
+            if self._have[group] == self._settings.grouping.group_size:
+                del self._have[group]
+                self._complete.append(group)
 
     def close(self) -> None:
         self._stop.set()
@@ -108,10 +109,10 @@ def run(*, quick: bool = False) -> None:
                     end, last = time.time(), len(job.rollouts.arrivals)
                     if sequencer.error is not None:
                         raise RuntimeError("outcomes could not be written") from sequencer.error
-                    if last >= PROMPTS * settings.grouping.group_size:
+                    if job.rollouts.rows >= PROMPTS * settings.grouping.group_size:
                         raise RuntimeError("the prompts did not last: the load was not there to the end; raise PROMPTS")
                     begun, *acks = [(a.at, decode(Ack, a.value)[0]) for a in job.acks.arrivals]
-                    rollouts = [(a.at, decode(Rollout, a.value)[0]) for a in job.rollouts.arrivals[came:last]]
+                    rollouts = [(a.at, r) for a in job.rollouts.arrivals[came:last] for r in decode(Rollout, a.value)]
             finally:
                 sequencer.close()
     first_ack, last_ack = begun[1], acks[-1][1]
