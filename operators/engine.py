@@ -39,6 +39,7 @@ from schemas.records import Ack, Rollout, Weights, now
 from schemas.settings import GenerationSettings, ModelSettings
 
 STATS_EVERY_S = 0.25
+MESSAGE_TOKENS = 1 << 16  # of rollouts that are sent together: a megabyte or two
 HEARTBEAT_S = 5.0  # measures are said this often even if they stay the same
 SAMPLES_A_TURN = 8  # while all slots are taken, tokenising new samples must not hold up the next step
 
@@ -147,11 +148,18 @@ class EngineLoop:
     def turn(self) -> bool:
         """One round: apply what is ready, refill the slots, one step. False if there was nothing to do."""
         worked = self._turn()
-        # Where sequences are short, a message for each would cost more than to sample it.
         if self._ended_rows and (not self._in_flight or self._clock() - self._sent_at >= self._gather_s):
-            rows, self._ended_rows, self._sent_at = self._ended_rows, [], self._clock()
-            self._send(RESULT, pack_result([ident for ident, _ in rows], rows[0][1].group_id, encode([r for _, r in rows])))
+            self._send_ended()
         return worked
+
+    def _send_ended(self) -> None:
+        """Together: where sequences are short, a message for each would cost more than to sample it."""
+        rows, self._ended_rows, self._sent_at = self._ended_rows, [], self._clock()
+        while rows:
+            sizes = itertools.accumulate(len(r.token_ids) for _, r in rows)
+            part = rows[:max(1, sum(size <= MESSAGE_TOKENS for size in sizes))]
+            rows = rows[len(part):]
+            self._send(RESULT, pack_result([ident for ident, _ in part], part[0][1].group_id, encode([r for _, r in part])))
 
     def _turn(self) -> bool:
         applied = False

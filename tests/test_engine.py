@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from operators import engine as engine_module
 from operators.engine import EngineLoop, UpdateRule
 from operators.engine_frames import ACK, RESULT, STATS, pack_offer, pack_result, pack_submit, unpack_offer, unpack_result, unpack_submit
 from operators.forward import load_model
@@ -199,6 +200,15 @@ def test_what_ends_within_a_moment_is_one_message_and_a_straggler_does_not_wait(
     b.turns(2)
     assert frames()[2:] == [["i3"]], "and nothing waits for a sequence that may never come"
     assert [r.sample_index for r in b.results] == [0, 0, 0, 0] and len({r.rollout_id for r in b.results}) == 4
+
+
+def test_a_message_holds_no_more_tokens_than_it_may(monkeypatch):
+    monkeypatch.setattr(engine_module, "MESSAGE_TOKENS", 12)
+    b = Bench(max_tokens=2, capacity=5).serving()
+    for i in range(5):
+        b.submit(i, text="abc" if i else "a" * 30)  # 5 tokens each, and one of 32
+    b.turns(2)
+    assert [unpack_result(p)[0] for k, p in b.frames if k == RESULT] == [["i0"], ["i1", "i2"], ["i3", "i4"]]
 
 
 # --- when a version is applied
