@@ -79,7 +79,7 @@ class Workload:
 
 WORKLOADS = (
     Workload("91k parameters, 5 tokens", copy, 4, {"steps": 40}, 192, 0.5, 128, 1, 0.5, 1e-3, 1.0, 1.0),
-    Workload("91k parameters, 2 to 200 tokens", unary(2, 199), 199, {"context": 256}, 96, 0.5, 32, 1, 2.0),
+    Workload("91k parameters, 2 to 200 tokens", unary(2, 199), 199, {"context": 256}, 96, 0.5, 96, 2, 2.0),
     Workload("11M parameters, 16 to 256 tokens", unary(16, 255), 255,
              {"context": 320, "hidden": 384, "layers": 8, "heads": 6, "steps": 40, "batch": 16, "lr": 5e-4}, 12, 0.5, 64, 2, 2.5),
 )
