@@ -15,12 +15,13 @@ ALPHABET = "0123456789+=>-*:,abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY
 SHORTEST, LONGEST = 2, 48
 
 
-def problem(rng: Random, shortest: int = SHORTEST, longest: int = LONGEST) -> tuple[str, str]:
+def problem(rng: Random, shortest: int = SHORTEST, longest: int = LONGEST, digits: int = 2) -> tuple[str, str]:
     """(prompt, answer); the answer's length is spread evenly on a logarithmic scale."""
-    if not 0 < shortest <= longest <= 99:
-        raise ValueError(f"answers of {shortest} to {longest} characters: a number has two digits, so 0 < shortest <= longest <= 99")
+    if not 0 < shortest <= longest < 10**digits:
+        raise ValueError(f"answers of {shortest} to {longest} characters: with numbers of {digits} digits it must be "
+                         f"0 < shortest <= longest < {10**digits}")
     length = min(longest, max(shortest, int(math.exp(rng.uniform(math.log(shortest), math.log(longest + 1))))))
-    return f"{length:02d}=", "1" * length
+    return f"{length:0{digits}d}=", "1" * length
 
 
 def form(rng: Random) -> tuple[str, str]:

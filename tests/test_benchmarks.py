@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.benchmarks import trl
 from tests.benchmarks.common import Measure, alternate, mean_interval, quantile, quantiles, ratio, report, student_t
 from tests.benchmarks.generation import occupancy
 from tests.benchmarks.time_to_reward import CONVENTIONAL, SIDES, Curve, compare, curve_of
@@ -115,3 +116,26 @@ def test_no_ratio_against_a_side_that_collapsed():
     assert len(ratios) == 4 and not any(CONVENTIONAL[-1] in m.name for m in ratios)
     assert next(m for m in ratios if "seconds" in m.name).value < 1
     assert [m.value for m in measures if m.name == f"{CONVENTIONAL[-1]}: seeds that reached 0.6"] == [1]
+
+
+def test_trl_is_compared_where_both_sides_learned():
+    def curve(speed, reward):
+        return Curve([0.0, reward], [0.0, 1000.0], [0.0, 100 / speed], speed, [1.0], [0.9])
+
+    curves = {w.name: {trl.OURS: [curve(30, 0.7)], trl.THEIRS: [curve(10, 0.7)]} for w in trl.WORKLOADS}
+    slow = trl.WORKLOADS[0].name
+    curves[slow][trl.THEIRS] = [curve(60, 0.4)]
+    value, measures = trl.compare(curves)
+    assert value.value == pytest.approx(3) and value.name.startswith(trl.WORKLOADS[-1].name) and value.reached
+    ratios = {m.name: m.value for m in measures if "÷" in m.name}
+    assert ratios.pop(f"{slow}: samples/s, pipeline ÷ trl") == pytest.approx(0.5)
+    assert not any(slow in name for name in ratios)
+    assert [v for name, v in ratios.items() if "seconds to 0.5" in name] == pytest.approx([1 / 3] * 2)
+
+
+def test_what_a_start_model_is_taught_has_the_share_of_right_answers():
+    draw = random.Random(0)
+    copying, counting, _ = trl.WORKLOADS
+    assert all(answer == prompt[:4] for prompt, answer in (copying.form(draw) for _ in range(50)))
+    taught = [counting.form(draw) for _ in range(2000)]
+    assert 0.25 < sum(int(prompt[:3]) == len(answer) for prompt, answer in taught) / len(taught) < 0.32, "a quarter, and some by chance"

@@ -12,25 +12,28 @@ the last `WINDOW` graded samples, and only where both sides reached it. TRL live
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from operators.demo_task import problem
 from tests.benchmarks.common import Measure, machine, mean, ratio, report
 from tests.benchmarks.generate_job import local_stack
 from tests.benchmarks.time_to_reward import Curve, curve_of, read_curve
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = Path("out") / "trl-environment"
-PACKAGES = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0")
-EXCLUDE_NEWER = "2026-11-22T00:00:00Z"
+TRL = "1.16.0"
 OURS, THEIRS = "pipeline", "trl"
 GROUPS, GROUP_SIZE, MAX_LAG, WINDOW, PROMPTS = 16, 8, 3, 512, 4_000
 BATCH = GROUPS * GROUP_SIZE
@@ -44,14 +47,8 @@ def copy(rng: Random) -> tuple[str, str]:
 
 
 def unary(shortest: int, longest: int) -> Callable[[Random], tuple[str, str]]:
-    """`137=` is answered by 137 ones; lengths spread evenly on a logarithmic scale."""
-    import math
-
-    def problem(rng: Random) -> tuple[str, str]:
-        length = min(longest, max(shortest, int(math.exp(rng.uniform(math.log(shortest), math.log(longest + 1))))))
-        return f"{length:03d}=", "1" * length
-
-    return problem
+    """`137=` is answered by 137 ones."""
+    return functools.partial(problem, shortest=shortest, longest=longest, digits=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +86,12 @@ def environment() -> Path:
     """TRL's Python; made at the first use."""
     python = (ENVIRONMENT / "bin" / "python").absolute()
     if not python.exists():
+        packages = [f"trl=={TRL}", *(f"{name}=={version(name)}" for name in ("torch", "transformers"))]
+        newest = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclude-newer"]
         uv = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
         subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(ENVIRONMENT)], check=True)
         try:
-            subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), "--exclude-newer", EXCLUDE_NEWER, *PACKAGES], check=True)
+            subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), "--exclude-newer", newest, *packages], check=True)
         except BaseException:
             shutil.rmtree(ENVIRONMENT)
             raise
@@ -153,7 +152,7 @@ def run(*, quick: bool = False) -> None:
     value, measures = compare(curves)
     report("trl", value, measures,
            sides={f"{w}: {side}": [dataclasses.asdict(c.thin(200)) for c in found] for w, both in curves.items() for side, found in both.items()},
-           settings={"quick": quick, "packages": PACKAGES, "batch": BATCH, "max_lag": MAX_LAG, "window": WINDOW,
+           settings={"quick": quick, "trl": TRL, "batch": BATCH, "max_lag": MAX_LAG, "window": WINDOW,
                      "workloads": [{k: v for k, v in dataclasses.asdict(w).items() if k != "problem"} for w in WORKLOADS]},
            seeds={"first": 0, "count": rounds}, on=on)
 
