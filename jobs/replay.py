@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from operators.log import Message, NoTopic, client_config, consumer, ends, read, read_with
+from operators.log import Message, NoTopic, asked, beginnings, client_config, consumer, ends, read, read_with
 from schemas import topics as names
 from schemas.record import BadRecord, name_of
 from schemas.record import read as read_record
@@ -178,7 +178,7 @@ def topics(kafka: KafkaSettings, run_id: str) -> list[TopicInfo]:
     """The run's topics that exist, in the order of the data's way. Raises LookupError if there is none, BrokerAway."""
     client = consumer(kafka)
     try:
-        there = client.topics()
+        there = asked(client.topics)
         sizes = _sizes(kafka)
         found = [_info(client, run_id, name, sizes) for name in names.ALL if topic(run_id, name) in there]
     finally:
@@ -191,7 +191,7 @@ def topics(kafka: KafkaSettings, run_id: str) -> list[TopicInfo]:
 def _info(client, run_id: str, name: str, sizes: dict[str, int]) -> TopicInfo:
     full = topic(run_id, name)
     until = ends(client, full)
-    span = sum(until.values()) - sum(client.beginning_offsets(list(until)).values())
+    span = sum(until.values()) - sum(beginnings(client, until).values())
     size = sizes.get(full)
     exact = span == 0 or (size is not None and size <= COUNTED_BYTES)
     first, last = None, deque(maxlen=STEPPED.get(name, 1))

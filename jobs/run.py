@@ -21,7 +21,7 @@ from jobs.progress import Display, Progress
 from operators.accounting import Accounts, account_topics
 from operators.control import say
 from operators.evaluation import Curve
-from operators.log import consumer, ends, ensure_topics, follow
+from operators.log import asked, consumer, ends, ensure_topics, follow
 from schemas.record import rows_of
 from schemas.records import Ack, Dead, Evaluation, Manifest, Step
 from schemas.settings import Settings
@@ -39,7 +39,7 @@ def begun(settings: Settings) -> bool:
     client = consumer(settings.kafka)
     try:
         name = topic(settings.run.id, ADMISSIONS)
-        return name in client.topics() and any(ends(client, name).values())
+        return name in asked(client.topics) and any(ends(client, name).values())
     finally:
         client.close()
 

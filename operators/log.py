@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
@@ -119,19 +119,28 @@ def ensure_topics(kafka: KafkaSettings, run_id: str, names: Iterable[str] = ALL)
 
 def ends(client: KafkaConsumer, name: str) -> dict[TopicPartition, int]:
     """The end offset of each partition of a topic. Raises NoTopic."""
+    partitions = asked(client.partitions_for_topic, name)
+    if not partitions:
+        raise NoTopic(f"there is no topic {name!r}: `pipelinerl topics` lists a run's topics")
+    return asked(client.end_offsets, [TopicPartition(name, p) for p in sorted(partitions)])
+
+
+def beginnings(client: KafkaConsumer, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    """The first offset of each partition that the broker still has."""
+    return asked(client.beginning_offsets, list(partitions))
+
+
+def asked(question: Callable[..., R], *arguments) -> R:
+    """What a client says of topics, asked again for ten seconds while it cannot tell: a broker that was too busy for a heartbeat is fenced
+    until the next one, and its metadata names no broker so long."""
     tries = 0
     while True:
         try:
-            partitions = client.partitions_for_topic(name)
-            break
+            return question(*arguments)
         except RetriableError:
-            # A broker that was too busy for a heartbeat is fenced until the next one; its metadata names no broker so long.
             if (tries := tries + 1) > METADATA_TRIES:
                 raise
             time.sleep(0.5)
-    if not partitions:
-        raise NoTopic(f"there is no topic {name!r}: `pipelinerl topics` lists a run's topics")
-    return client.end_offsets([TopicPartition(name, p) for p in sorted(partitions)])
 
 
 def read(kafka: KafkaSettings, name: str, start: int | None = None) -> Iterator[Message]:
@@ -145,7 +154,7 @@ def read(kafka: KafkaSettings, name: str, start: int | None = None) -> Iterator[
 
 def read_with(client: KafkaConsumer, name: str, start: int | None = None) -> Iterator[Message]:
     until = ends(client, name)
-    first = client.beginning_offsets(list(until))
+    first = beginnings(client, until)
     client.assign(list(until))
     for tp in until:
         client.seek(tp, max(first[tp], start or 0))
@@ -260,7 +269,7 @@ def wait_for_topic(kafka: KafkaSettings, name: str) -> None:
     client = consumer(kafka)
     deadline = time.monotonic() + kafka.timeout_s
     try:
-        while name not in client.topics():
+        while name not in asked(client.topics):
             if time.monotonic() > deadline:
                 raise NoTopic(f"there is no topic {name!r} after {kafka.timeout_s:g} s")
             time.sleep(0.2)

@@ -5,6 +5,7 @@ from kafka import TopicPartition
 from kafka.errors import MetadataEmptyBrokerList
 
 from operators import log
+from schemas.settings import KafkaSettings
 
 
 class Client:
@@ -13,14 +14,26 @@ class Client:
     def __init__(self, failures, partitions=frozenset({0, 1})):
         self.failures, self.partitions = failures, partitions
 
-    def partitions_for_topic(self, name):
+    def _answer(self, answer):
         self.failures -= 1
         if self.failures >= 0:
             raise MetadataEmptyBrokerList("brokers=[]")
-        return self.partitions
+        return answer
+
+    def partitions_for_topic(self, name):
+        return self._answer(self.partitions)
 
     def end_offsets(self, partitions):
-        return dict.fromkeys(partitions, 7)
+        return self._answer(dict.fromkeys(partitions, 7))
+
+    def beginning_offsets(self, partitions):
+        return self._answer(dict.fromkeys(partitions, 3))
+
+    def topics(self):
+        return self._answer({"r.steps"})
+
+    def close(self):
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +43,12 @@ def _no_sleep(monkeypatch):
 
 def test_a_broker_that_is_fenced_for_a_moment_is_asked_again():
     assert log.ends(Client(3), "r.steps") == {TopicPartition("r.steps", 0): 7, TopicPartition("r.steps", 1): 7}
+
+
+def test_whoever_asks_for_topics_asks_again(monkeypatch):
+    monkeypatch.setattr(log, "consumer", lambda kafka: Client(3))
+    log.wait_for_topic(KafkaSettings(), "r.steps")
+    assert log.beginnings(Client(3), [TopicPartition("r.steps", 0)]) == {TopicPartition("r.steps", 0): 3}
 
 
 def test_one_that_stays_away_is_said():
