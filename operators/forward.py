@@ -123,8 +123,8 @@ def spread(packed: Packed, values: torch.Tensor) -> torch.Tensor:
 
 
 class Float32Head(torch.nn.Linear):
-    """An output layer whose product is taken in float32, whatever the dtype of its weights: in bfloat16 it is the largest part of what
-    trainer and engine disagree on (MiniMax-M1, arXiv:2506.13585, section 3.2)."""
+    """An output layer whose product is taken in float32, whatever the dtype of its weights: logits that are rounded to bfloat16 are a part
+    of what trainer and engine disagree on (MiniMax-M1, arXiv:2506.13585, section 3.2; how much of it, `make bench BENCH=precision`)."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()
