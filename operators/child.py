@@ -70,7 +70,12 @@ class Child:
     def close(self, grace_s: float = 2.0) -> None:
         """Close the pipe, which ends the child; kill it if it does not go in `grace_s`."""
         self._closing = True
+        # Never under a write: the next child's pipe may get the same descriptor, and the rest of the frame would go there.
+        if not self._write_lock.acquire(timeout=grace_s):
+            self.process.kill()  # ends the write
+            self._write_lock.acquire()
         self.process.stdin.close()
+        self._write_lock.release()
         try:
             self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
