@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import KafkaAdminClient, NewTopic
-from kafka.errors import AuthorizationError, KafkaError, RetriableError, TopicAlreadyExistsError
+from kafka.errors import AuthorizationError, KafkaError, KafkaTimeoutError, RetriableError, TopicAlreadyExistsError
 
 from schemas.record import rows_of
 from schemas.settings import KafkaSettings
@@ -133,14 +133,14 @@ def beginnings(client: KafkaConsumer, partitions: Iterable[TopicPartition]) -> d
 def asked(question: Callable[..., R], *arguments) -> R:
     """What a client says of topics, asked again for ten seconds while it cannot tell: a broker that was too busy for a heartbeat is fenced
     until the next one, and its metadata names no broker so long."""
-    tries = 0
-    while True:
+    for _ in range(METADATA_TRIES):
         try:
             return question(*arguments)
+        except KafkaTimeoutError:
+            raise  # it has waited for its whole time-out
         except RetriableError:
-            if (tries := tries + 1) > METADATA_TRIES:
-                raise
             time.sleep(0.5)
+    return question(*arguments)
 
 
 def read(kafka: KafkaSettings, name: str, start: int | None = None) -> Iterator[Message]:

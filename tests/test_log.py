@@ -2,7 +2,7 @@
 
 import pytest
 from kafka import TopicPartition
-from kafka.errors import MetadataEmptyBrokerList
+from kafka.errors import KafkaTimeoutError, MetadataEmptyBrokerList
 
 from operators import log
 from schemas.settings import KafkaSettings
@@ -49,6 +49,18 @@ def test_whoever_asks_for_topics_asks_again(monkeypatch):
     monkeypatch.setattr(log, "consumer", lambda kafka: Client(3))
     log.wait_for_topic(KafkaSettings(), "r.steps")
     assert log.beginnings(Client(3), [TopicPartition("r.steps", 0)]) == {TopicPartition("r.steps", 0): 3}
+
+
+def test_a_client_that_has_waited_for_its_whole_timeout_is_asked_once():
+    asked = []
+
+    def question():
+        asked.append(1)
+        raise KafkaTimeoutError("no metadata within 60 s")
+
+    with pytest.raises(KafkaTimeoutError):
+        log.asked(question)
+    assert len(asked) == 1
 
 
 def test_one_that_stays_away_is_said():
