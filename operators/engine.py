@@ -32,6 +32,7 @@ from operators.child import Parent
 from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
 from operators.evaluation import is_evaluation
 from operators.loader import Arrival, LoadedWeights, Loader, WeightFiles
+from operators.packing import consecutive
 from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_digest, version_of
 from operators.weights import BadWeights
 from schemas.record import decode, encode
@@ -152,15 +153,6 @@ class EngineLoop:
             self._send_ended()
         return worked
 
-    def _send_ended(self) -> None:
-        """Together: where sequences are short, a message for each would cost more than to sample it."""
-        rows, self._ended_rows, self._sent_at = self._ended_rows, [], self._clock()
-        while rows:
-            sizes = itertools.accumulate(len(r.token_ids) for _, r in rows)
-            part = rows[:max(1, sum(size <= MESSAGE_TOKENS for size in sizes))]
-            rows = rows[len(part):]
-            self._send(RESULT, pack_result([ident for ident, _ in part], part[0][1].group_id, encode([r for _, r in part])))
-
     def _turn(self) -> bool:
         applied = False
         while (arrival := self._loader.take()) is not None:
@@ -232,6 +224,12 @@ class EngineLoop:
         rollout = self._rollouts.finished(request, sampled, first, self._digests, self._held.event.digest, cause)
         self._ended_rows.append((request.ident, rollout))
 
+    def _send_ended(self) -> None:
+        """Together: where sequences are short, a message for each would cost more than to sample it."""
+        rows, self._ended_rows, self._sent_at = self._ended_rows, [], self._clock()
+        for part in consecutive([len(r.token_ids) for _, r in rows], MESSAGE_TOKENS):
+            idents, rollouts = zip(*rows[part], strict=True)
+            self._send(RESULT, pack_result(idents, rollouts[0].group_id, encode(rollouts)))
 
     # --- weights
 

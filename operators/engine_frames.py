@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 
 #: Frames to the child: a sample, a version on offer, the word that all versions on offer at the start have been said.
 SUBMIT, OFFER, SERVE = 1, 2, 3
@@ -33,7 +34,7 @@ def unpack_offer(payload: bytes) -> tuple[float, bytes]:
     return _OFFER.unpack_from(payload)[0], payload[_OFFER.size:]
 
 
-def pack_result(idents: list[str], group_id: str, rollouts: bytes) -> bytes:
+def pack_result(idents: Iterable[str], group_id: str, rollouts: bytes) -> bytes:
     """The samples that are answered, the group of the first one, and the message of their rollouts."""
     names, group = "\n".join(idents).encode(), group_id.encode()
     return _RESULT.pack(len(names), len(group)) + names + group + rollouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import pyarrow as pa
@@ -28,6 +29,22 @@ def pack(lengths: Seq[int], budget: int) -> list[list[int]]:
         else:
             bins.append((lengths[i], [i]))
     return sorted(sorted(members) for _, members in bins)
+
+
+def consecutive(lengths: Seq[int], budget: int) -> Iterator[slice]:
+    """Sequences in their order, as many at a time as the budget holds and at least one.
+
+    >>> list(consecutive([5, 4, 3, 12], 9))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    start = used = 0
+    for i, length in enumerate(lengths):
+        if i > start and used + length > budget:
+            yield slice(start, i)
+            start, used = i, 0
+        used += length
+    if len(lengths):
+        yield slice(start, len(lengths))
 
 
 _COPIED = ("group_id", "sample_index", "rollout_id", "token_ids", "prompt_length", "rollout_logprobs", "ref_logprobs", "version_spans",

@@ -10,12 +10,13 @@ import hashlib
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from operators.packing import consecutive
 from operators.reference_frames import READY, REFUSED, SCORE, SCORED, pack_record, unpack_record
 from schemas.record import BadRecord, encode_batch, read
 from schemas.records import Rollout
@@ -86,8 +87,8 @@ class Reference:
         targets = with_predecessor(np.concatenate(sampled), offsets)
         found = np.full(len(token_ids), np.nan, np.float32)
         rows = np.unique(np.searchsorted(offsets, targets, side="right") - 1)  # those with something to score
-        for part in _within_budget(rows, sizes, self.token_budget):
-            self._forward(part, token_ids, offsets, targets, temperature, found)
+        for part in consecutive(sizes[rows], self.token_budget):
+            self._forward(rows[part], token_ids, offsets, targets, temperature, found)
         has = np.zeros(len(token_ids), bool)
         has[targets] = True
         out, token, row = [], 0, 0
@@ -126,18 +127,6 @@ class Reference:
 
 def _temperatures(table: pa.Table) -> np.ndarray:
     return table.column("sampling").combine_chunks().field("temperature").to_numpy(zero_copy_only=False).astype(np.float64)
-
-
-def _within_budget(rows: np.ndarray, sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Rows in order, as many at a time as the budget holds and at least one."""
-    start, tokens = 0, 0
-    for i, row in enumerate(rows):
-        if i > start and tokens + sizes[row] > budget:
-            yield rows[start:i]
-            start, tokens = i, 0
-        tokens += sizes[row]
-    if len(rows):
-        yield rows[start:]
 
 
 def _digest(folder: Path) -> str:

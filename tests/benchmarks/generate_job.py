@@ -41,11 +41,11 @@ def local_stack() -> Iterator[LocalStack]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message and when it was in hand, in seconds since the epoch."""
+    """A message, its records, and when it was in hand, in seconds since the epoch."""
 
     at: float
-    key: bytes | None
     value: bytes
+    table: pa.Table
 
 
 class Tap:
@@ -91,9 +91,10 @@ class Tap:
                     if message.error().code() == KafkaError._PARTITION_EOF:
                         continue
                     raise KafkaException(message.error())
-                arrival = Arrival(time.time(), message.key(), message.value())
+                at = time.time()
+                arrival = Arrival(at, message.value(), pa.ipc.open_stream(message.value()).read_all())
                 self.arrivals.append(arrival)
-                self.rows += pa.ipc.open_stream(arrival.value).read_all().num_rows
+                self.rows += arrival.table.num_rows
                 self._notice(arrival)
                 with self._more:
                     self._more.notify_all()

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from operators.log import Writer
-from schemas.record import decode, encode, read
+from schemas.record import decode, encode
 from schemas.records import Ack, Outcome, Rollout, now
 from schemas.settings import Settings
 from schemas.topics import OUTCOMES, topic
@@ -50,7 +50,7 @@ class Sequencer:
         self._thread.start()
 
     def notice(self, arrival: Arrival) -> None:
-        for group in read(Rollout, arrival.value).column("group_id").to_pylist():
+        for group in arrival.table.column("group_id").to_pylist():
             self._have[group] += 1
             if self._have[group] == self._settings.grouping.group_size:
                 del self._have[group]

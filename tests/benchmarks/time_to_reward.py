@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def curve_of(rollouts: list[tuple[float, float, int, float]], steps: list[tuple[
                  len(steps) * batch / (steps[-1][0] - began), [s[1] for s in steps], [s[2] for s in steps])
 
 
+def learned(settings: Settings, load: Callable[[Settings], Any]) -> Curve:
+    """Run it to its end on the prompts that `load` loads."""
+    from jobs.run import Run
+
+    made = Run(settings).go(load)
+    if not made["accounting_adds_up"]:
+        raise RuntimeError(f"{settings.run.id}: the accounting does not add up: {made['accounting']}")
+    return read_curve(settings)
+
+
 def read_curve(settings: Settings) -> Curve:
     """The curve of a run that has ended, from its topics."""
     from jobs.run import every_message
@@ -130,7 +141,6 @@ def plot(curves: dict[str, list[Curve]], path: Path) -> None:
 def run(*, quick: bool = False) -> None:
     from deploy.models import make_in_process
     from jobs.prompts import load_prompts
-    from jobs.run import Run
 
     on = machine()
     rounds = 2 if quick else SEEDS
@@ -144,10 +154,7 @@ def run(*, quick: bool = False) -> None:
                 models[seed] = str(make_in_process("demo", stack.runs / f"model-{seed}", seed))
             ident = f"{''.join(c if c.isalnum() else '-' for c in side)}-{seed}-{lr:g}".replace(".", "-")
             settings = stack.settings(ident, **(COMMON | SIDES[side] | {"run.seed": seed, "training.lr": lr, "model.path": models[seed]}))
-            made = Run(settings).go(lambda s: load_prompts(s, "demo", size=PROMPTS, seed=seed))
-            if not made["accounting_adds_up"]:
-                raise RuntimeError(f"{side}, seed {seed}: the accounting does not add up: {made['accounting']}")
-            found = read_curve(settings)
+            found = learned(settings, lambda s: load_prompts(s, "demo", size=PROMPTS, seed=seed))
             reached = found.reach(REWARD)
             print(f"{side}, seed {seed}, lr {lr:g}: {found.samples_per_s:.0f} samples/s, reward {found.reward[-1]:.2f}, " + (
                 f"{REWARD} after {reached[0]:.0f} samples and {reached[1]:.0f} s" if reached else f"{REWARD} not reached"), flush=True)

@@ -29,15 +29,14 @@ from typing import Any
 from operators.demo_task import problem
 from tests.benchmarks.common import Measure, machine, mean, ratio, report
 from tests.benchmarks.generate_job import local_stack
-from tests.benchmarks.time_to_reward import Curve, curve_of, read_curve
+from tests.benchmarks.time_to_reward import COMMON, WINDOW, Curve, curve_of, learned
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = Path("out") / "trl-environment"
 TRL = "1.16.0"
 OURS, THEIRS = "pipeline", "trl"
-GROUPS, GROUP_SIZE, MAX_LAG, WINDOW, PROMPTS = 16, 8, 3, 512, 4_000
-BATCH = GROUPS * GROUP_SIZE
-BETAS, WARMUP = (0.9, 0.99), 10
+GROUP_SIZE, BETAS = COMMON["grouping.group_size"], COMMON["training.betas"]
+BATCH, MAX_LAG, WARMUP, PROMPTS = 16 * GROUP_SIZE, 3, 10, 4_000
 
 
 def copy(rng: Random) -> tuple[str, str]:
@@ -113,21 +112,18 @@ def theirs(python: Path, w: Workload, model: str, prompts: Path, seed: int, step
 
 
 def flags(w: Workload, model: str, seed: int, steps: int) -> dict[str, Any]:
-    return {
-        "run.max_steps": steps, "run.seed": seed, "model.path": model, "mlflow.enabled": "false", "reference.enabled": "false",
+    return COMMON | {
+        "run.max_steps": steps, "run.seed": seed, "model.path": model, "reference.enabled": "false",
         "generation.batch": w.in_flight, "generation.max_tokens": w.longest + 1, "generation.max_model_len": w.longest + 16,
-        "generation.dtype": "float32", "generation.kv_cache_mb": 256, "grouping.group_size": GROUP_SIZE, "grouping.timeout_s": 600,
-        "grouping.zero_variance": "train", "packing.token_budget": 4096, "training.batch": BATCH, "training.max_lag": MAX_LAG, "training.lr": w.lr,
-        "training.betas": list(BETAS), "training.warmup_steps": WARMUP, "training.gradient_clipping": w.gradient_clipping, "training.dtype": "float32",
-        "training.denominator": "tokens", "training.checkpoint_every": steps,
-        "flink.tick_ms": 50, "flink.bundle_ms": 50, "flink.bundle_size": 1000,
+        "generation.kv_cache_mb": 256, "grouping.timeout_s": 600, "grouping.zero_variance": "train",
+        "training.batch": BATCH, "training.max_lag": MAX_LAG, "training.lr": w.lr, "training.warmup_steps": WARMUP,
+        "training.gradient_clipping": w.gradient_clipping, "training.checkpoint_every": steps,
     }
 
 
 def run(*, quick: bool = False) -> None:
     from deploy.models import make_demo_model
     from jobs.prompts import load_prompts
-    from jobs.run import Run
 
     on, python = machine(), environment()
     rounds = 1 if quick else 3
@@ -141,10 +137,7 @@ def run(*, quick: bool = False) -> None:
                 prompts, rng = stack.runs / f"prompts-{ident}.jsonl", Random(seed)
                 prompts.write_text("".join(json.dumps(dict(zip(("prompt", "answer"), w.problem(rng), strict=True))) + "\n" for _ in range(PROMPTS)))
                 settings = stack.settings(ident, **flags(w, model, seed, steps))
-                made = Run(settings).go(lambda s, source=prompts: load_prompts(s, str(source), task="characters"))
-                if not made["accounting_adds_up"]:
-                    raise RuntimeError(f"{w.name}, seed {seed}: the accounting does not add up: {made['accounting']}")
-                curves[w.name][OURS].append(read_curve(settings))
+                curves[w.name][OURS].append(learned(settings, lambda s, source=prompts: load_prompts(s, str(source), task="characters")))
                 curves[w.name][THEIRS].append(theirs(python, w, model, prompts, seed, steps))
                 for side, found in curves[w.name].items():
                     print(f"{w.name}, seed {seed}, {side}: {found[-1].samples_per_s:.1f} samples/s, reward {found[-1].reward[0]:.3f} -> "
