@@ -29,7 +29,7 @@ from datetime import datetime
 from typing import Protocol
 
 from operators.child import Parent
-from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
+from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, WRITING, pack_result, unpack_offer, unpack_submit
 from operators.evaluation import is_evaluation
 from operators.loader import Arrival, LoadedWeights, Loader, WeightFiles
 from operators.packing import consecutive
@@ -272,6 +272,7 @@ class EngineLoop:
         if arrival.heard_at is not None:
             phases["wait"] = max(0.0, (started - arrival.heard_at) * 1000 - sum(arrival.phases_ms.values()))
         previous, new = self._held, arrival.weights
+        self._send(WRITING, str(new.event.version).encode())  # until its ack
         try:
             self._write(new)
         except Exception as e:  # whatever it was: the weights belong to no version now

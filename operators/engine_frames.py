@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 #: Frames to the child: a sample, a version on offer, the word that all versions on offer at the start have been said.
 SUBMIT, OFFER, SERVE = 1, 2, 3
-#: Frames from it: the engine is loaded, rollouts that ended, an ack record, measures as JSON.
-READY, RESULT, ACK, STATS = 1, 2, 3, 4
+#: Frames from it: the engine is loaded, rollouts that ended, an ack record, measures as JSON, the word that a version is being written.
+READY, RESULT, ACK, STATS, WRITING = 1, 2, 3, 4, 5
 
 _SUBMIT = struct.Struct("<HI")  # length of the ident, attempt
 _OFFER = struct.Struct("<d")  # heard at, seconds since the epoch

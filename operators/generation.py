@@ -26,7 +26,7 @@ from pyflink.common import Row
 
 from operators.child import Child, ChildDied, QueuedChild
 from operators.dead import DeadLetters
-from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_offer, pack_submit, unpack_result
+from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, WRITING, pack_offer, pack_submit, unpack_result
 from operators.log import Writer, consumer, follow, read_with, wait_for_topic
 from operators.offload import Offload, Runtime
 from schemas.record import BadRecord, decode, encode
@@ -62,13 +62,15 @@ class EngineService:
     """`operators.offload.Service` around one engine. Methods may be called from Flink's, the child's and the listener's threads.
 
     `say(ack)` takes the encoded acks. An engine that dies or hangs is replaced at once and gets every open record again, one attempt
-    higher; more than `max_restarts` within `restart_window_s` end the service with the cause.
+    higher; more than `max_restarts` within `restart_window_s` end the service with the cause. One that is silent for `silence_s`, or
+    pauses its sequences for longer than `pause_s` to write a version, hangs.
     """
 
     def __init__(self, start: Start, say: Callable[[bytes], None], *, max_restarts: int, restart_window_s: float, start_timeout_s: float,
-                 silence_s: float = 300.0, clock: Callable[[], float] = time.monotonic):
+                 silence_s: float = 300.0, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic):
         self._start_child, self._say, self._clock = start, say, clock
-        self._max_restarts, self._window, self._start_timeout, self._silence = max_restarts, restart_window_s, start_timeout_s, silence_s
+        self._max_restarts, self._window, self._start_timeout = max_restarts, restart_window_s, start_timeout_s
+        self._silence, self._pause = silence_s, pause_s
         self._lock = threading.RLock()
         self._open: dict[str, tuple[bytes, int]] = {}  # ident -> record, attempt
         self._done: collections.deque[tuple[str, list]] = collections.deque()
@@ -108,6 +110,11 @@ class EngineService:
             if self._ready and self._clock() - self._heard_at > self._silence:  # it says its measures every few seconds
                 self._heard_at = self._clock()
                 log.warning(f"generation: the engine has said nothing for {self._silence:g} s and is killed")
+                self._child.kill()
+            if self._writing is not None and self._clock() - self._writing[1] > self._pause:
+                version, self._writing = self._writing[0], None
+                log.warning(f"generation: the engine has been writing version {version} for more than {self._pause:g} s "
+                            "(weights.pause_timeout_s), while its sequences wait, and is killed")
                 self._child.kill()
 
     def close(self) -> None:
@@ -160,6 +167,7 @@ class EngineService:
         elif kind == ACK:
             (ack,) = decode(Ack, payload)
             with self._lock:
+                self._writing = None
                 if ack.status == "applied":
                     self._held, self._deadline = True, None
                 else:
@@ -167,6 +175,9 @@ class EngineService:
             self._say(payload)
         elif kind == STATS:
             self._stats = json.loads(payload)
+        elif kind == WRITING:
+            with self._lock:
+                self._writing = payload.decode(), self._clock()
         elif kind == READY:
             with self._lock:
                 self._ready = True
@@ -196,6 +207,7 @@ class EngineService:
     def _spawn(self) -> None:
         self._ready = self._held = False
         self._refused = None
+        self._writing: tuple[str, float] | None = None  # a version, since when
         self._heard_at = self._clock()
         self._deadline: float | None = self._heard_at + self._start_timeout
         self._child = self._start_child(self._restarts, self._on_frame, self._on_death)
@@ -302,7 +314,8 @@ def make_service(settings: Settings, runtime: Runtime) -> EngineService:
     start = functools.partial(start_engine, settings, f"generator-{runtime.subtask}", runtime.subtask, runtime.attempt)
     acks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     service = EngineService(start, acks.put, max_restarts=g.max_restarts, restart_window_s=g.restart_window_s,
-                            start_timeout_s=g.start_timeout_s, silence_s=settings.flink.silence_timeout_s)
+                            start_timeout_s=g.start_timeout_s, silence_s=settings.flink.silence_timeout_s,
+                            pause_s=settings.weights.pause_timeout_s)
     service.on_close(AckWriter(settings, acks, service).close)
     service.on_close(WeightsListener(settings, service).close)
     for name in GAUGES:

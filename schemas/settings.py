@@ -335,6 +335,8 @@ class WeightsSettings(Section):
     """When an engine applies a version: `N versions` after the held one, or once a sequence has `N tokens` since the last update."""
     chunked_generation: Positive | None = None
     """No sequence passes a multiple of this many tokens under an older version than the engine could hold, whatever update_every says."""
+    pause_timeout_s: Seconds = 60
+    """An engine that takes longer to write a version, while its sequences wait, is killed and replaced."""
 
     @property
     def rule(self) -> tuple[int, str]:

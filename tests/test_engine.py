@@ -19,7 +19,18 @@ import torch
 
 from operators import engine as engine_module
 from operators.engine import EngineLoop, UpdateRule
-from operators.engine_frames import ACK, RESULT, STATS, pack_offer, pack_result, pack_submit, unpack_offer, unpack_result, unpack_submit
+from operators.engine_frames import (
+    ACK,
+    RESULT,
+    STATS,
+    WRITING,
+    pack_offer,
+    pack_result,
+    pack_submit,
+    unpack_offer,
+    unpack_result,
+    unpack_submit,
+)
 from operators.forward import load_model
 from operators.loader import Arrival, Loader, WeightFiles
 from operators.rollouts import Rollouts, Sampled, label, tokenizer_digest
@@ -454,6 +465,28 @@ def test_the_engine_ends_if_the_held_version_cannot_be_written_again():
     b.engine.fail = lambda version: True
     with pytest.raises(RuntimeError, match=r"version 2 failed.*held version 1 could not be written again"):
         b.hold(2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_write_is_said_before_it_begins_and_answered_by_an_ack(fails):
+    b = Bench().serving()
+    b.frames.clear()
+    b.loop.offer(weights(1), 0.0)
+    said = []
+    write = b.engine.write
+
+    def written(weights):
+        said.append([k for k, _ in b.frames if k in (WRITING, ACK)])
+        if fails and len(said) == 1:
+            raise OSError("torn")
+        write(weights)
+
+    b.engine.write = written
+    b.loader.arrive()
+    b.loop.turn()
+    assert said == [[WRITING]] * (2 if fails else 1), "writing the held version again is part of the same pause"
+    assert [(k, p if k == WRITING else decode(Ack, p)[0].status) for k, p in b.frames if k in (WRITING, ACK)] == [
+        (WRITING, b"1"), (ACK, "failed" if fails else "applied")]
 
 
 def test_a_first_version_that_fails_while_it_is_written_is_not_served():

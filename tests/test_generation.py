@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from operators import generation
-from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, pack_result, unpack_offer, unpack_submit
+from operators.engine_frames import ACK, OFFER, READY, RESULT, SERVE, STATS, SUBMIT, WRITING, pack_result, unpack_offer, unpack_submit
 from operators.generation import EngineService, GenerationFailed, WeightsListener, engine_config, engine_env, start_engine
 from operators.log import Message
 from operators.weights import publish
@@ -199,6 +199,31 @@ def test_deadlines_end_when_a_version_is_held_and_begin_anew_with_a_new_engine()
     o.time = 251
     with pytest.raises(GenerationFailed, match="has not loaded"):
         o.service.poll()
+
+
+@pytest.mark.parametrize("status", ["applied", "failed"])
+def test_an_engine_that_never_ends_a_write_is_killed(status):
+    o = Operator()
+    o.service.offer(weights(0), 1.0)
+    o.child.ready()
+    o.child.ack(0)
+    for version in range(1, 4):
+        o.child.on_frame(WRITING, str(version).encode())
+        o.time += 59
+        o.service.poll()
+        o.child.ack(version, status)
+        o.time += 59
+        o.service.poll()
+    assert not o.child.killed, "59 s is no more than pause_timeout_s, and between two writes there is no pause"
+    o.child.on_frame(WRITING, b"4")
+    o.time += 61
+    o.service.poll()
+    assert o.child.killed
+    o.child.on_death("signal SIGKILL")
+    o.child.ready()
+    o.time += 49
+    o.service.poll()
+    assert not o.child.killed, "its successor has written nothing yet"
 
 
 def test_an_engine_that_hangs_is_killed():
