@@ -54,7 +54,7 @@ def _configuration(settings: Settings) -> Configuration:
         "python.executable": sys.executable,
         "python.fn-execution.bundle.size": str(f.bundle_size),
         "python.fn-execution.bundle.time": str(f.bundle_ms),
-        "execution.buffer-timeout.interval": "1 ms",
+        "execution.buffer-timeout.interval": "0 ms",  # each record at once: a flusher a task that wakes every millisecond costs more
         "restart-strategy.type": "fixed-delay",
         "restart-strategy.fixed-delay.attempts": str(f.restart_attempts),
         "restart-strategy.fixed-delay.delay": f"{int(f.restart_delay_s * 1000)} ms",
