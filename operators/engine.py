@@ -34,7 +34,7 @@ from operators.evaluation import is_evaluation
 from operators.loader import Arrival, LoadedWeights, Loader, WeightFiles
 from operators.packing import consecutive
 from operators.rollouts import Request, Rollouts, Sampled, label, tokenizer_digest, version_of
-from operators.weights import BadWeights
+from operators.weights import BadWeights, where
 from schemas.record import decode, encode
 from schemas.records import Ack, Rollout, Weights, now
 from schemas.settings import GenerationSettings, ModelSettings
@@ -63,6 +63,9 @@ class Engine(Protocol):
 
     def abort(self, idents: list[str]) -> list[Sampled]:
         """End sequences; what they had."""
+
+    def prepare(self, weights: LoadedWeights) -> None:
+        """What can be done for `write` while steps go on; called by the loader's thread. The model's weights stay as they are."""
 
     def write(self, weights: LoadedWeights) -> None:
         """Put weights into the model. After an exception the model is writable again, but its weights belong to no version."""
@@ -351,6 +354,22 @@ class EngineLoop:
             self._send(STATS, stats)
 
 
+def prepared(files: WeightFiles, engine: Engine) -> Callable[[Weights], tuple[LoadedWeights, dict[str, float]]]:
+    """What a `Loader` calls: fetch and check a version, and prepare the engine for it. Raises BadWeights."""
+
+    def load(event: Weights) -> tuple[LoadedWeights, dict[str, float]]:
+        weights, phases = files.load(event)
+        started = time.perf_counter()
+        try:
+            engine.prepare(weights)
+        except Exception as e:  # of the model's own loaders, which raise what they like
+            weights.close()
+            raise BadWeights(f"{where(event)} cannot be packed: {type(e).__name__}: {e}") from e
+        return weights, phases | {"pack": (time.perf_counter() - started) * 1000}
+
+    return load
+
+
 def _key(weights: LoadedWeights) -> tuple[int, int]:
     return weights.event.epoch, weights.event.version
 
@@ -379,7 +398,7 @@ def run(parent: Parent) -> None:
     engine = VLLMEngine(settings, model, seed=config["seed"])
     rollouts = Rollouts(settings, run_id=config["run_id"], generator_id=config["generator_id"], engine=engine.name,
                         tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(model.path), stop_ids=engine.stop_ids)
-    loop = EngineLoop(engine, rollouts, Loader(files.load, (BadWeights,), wake.set), parent.send, run_id=config["run_id"],
+    loop = EngineLoop(engine, rollouts, Loader(prepared(files, engine), (BadWeights,), wake.set), parent.send, run_id=config["run_id"],
                       generator_id=config["generator_id"], capacity=settings.batch, max_lag=config["max_lag"],
                       kv_cache_mode=settings.kv_cache_mode, rule=UpdateRule(**config["update"]), gather_s=config["gather_s"])
     parent.send(READY, json.dumps({"engine": engine.name, "seconds": time.time() - started, "pid": os.getpid()}).encode())

@@ -167,7 +167,7 @@ class Acks:
             self._fresh += acks
 
     def metrics(self) -> dict[str, float]:
-        """weights/transfer_ms (heard, fetched, decoded), weights/pause_ms (engine held), in ms: means since the last call; generation/*."""
+        """weights/transfer_ms (until packed), weights/pause_ms (engine held), means since the last call; generation/*."""
         with self._lock:
             fresh, self._fresh = self._fresh, []
             latest = list(self._acks.values())
@@ -178,7 +178,7 @@ def ack_metrics(fresh: list[Ack], latest: list[Ack]) -> dict[str, float]:
     """Metrics of the acks since the last step and of each generator's newest."""
     out: dict[str, float] = {}
     applied = [dict(a.phases_ms) for a in fresh if a.status == "applied"]
-    named = {"weights/transfer_ms": ("heard", "fetch", "decode"), "weights/wait_ms": ("wait",), "weights/pause_ms": ("apply",)}
+    named = {"weights/transfer_ms": ("heard", "fetch", "decode", "pack"), "weights/wait_ms": ("wait",), "weights/pause_ms": ("apply",)}
     if applied:
         out = {name: sum(p.get(k, 0.0) for p in applied for k in phases) / len(applied) for name, phases in named.items()}
     if fresh:

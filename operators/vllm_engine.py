@@ -18,8 +18,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import tokens_input
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -28,6 +26,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from operators.loader import LoadedWeights
 from operators.rollouts import Sampled
+from operators.spare_weights import SpareWeights, put_back, repack_tied_head, spare_of, tied_head
 from schemas.settings import GenerationSettings, ModelSettings
 
 BACKEND = "pipelinerl"
@@ -59,6 +58,9 @@ class VLLMEngine:
             raise ValueError(f"model.head_dtype = float32: vLLM has no such output layer on {current_platform.device_name}")
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._in_process = settings.tensor_parallel == 1
+        self._spare: SpareWeights | None = None
+        if self._in_process and settings.spare_weights:
+            (self._spare,) = self._llm.collective_rpc(lambda worker: spare_of(worker.get_model(), worker.vllm_config))
         self.tokenizer = self._llm.get_tokenizer()
         self.name = f"vllm-{vllm.__version__.split('+')[0]}"
         self.stop_ids = self._stop_ids()
@@ -111,7 +113,13 @@ class VLLMEngine:
         self._llm.abort_request(idents)
         return sampled
 
+    def prepare(self, weights: LoadedWeights) -> None:
+        if self._spare is not None:
+            self._spare.pack(weights, weights.tensors)
+
     def write(self, weights: LoadedWeights) -> None:
+        if self._spare is not None and self._spare.exchange(weights):
+            return
         # In this process the tensors are passed as they are; workers of other processes read the same file.
         info = {"tensors": weights.tensors} if self._in_process else {"path": weights.path}
         try:
@@ -150,7 +158,7 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._tied = _tied_head(self.model)
+        self._tied = tied_head(self.model)
         # The reload warns at each update of layers that have no weights of their own to load (rotary embeddings, a tied head).
         logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
 
@@ -167,20 +175,7 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
-        if self._tied is not None:
-            # The reload never processes a head that shares the embedding's parameter: on a CPU its packed copy would stay the old one.
-            head, embedding = self._tied
-            head.weight = embedding.weight
-            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-
-    def abandon(self) -> None:
-        """After a failed update: forget what was buffered, put every layer's own tensors back. Their values are of no version."""
-        for layer in self.model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            if info.can_load():
-                if info.kernel_tensors is not None:
-                    layerwise._place_kernel_tensors(layer, info)
-                info.reset()
+        repack_tied_head(self._tied)
 
     def shutdown(self) -> None:
         pass
@@ -195,24 +190,7 @@ class WorkerExtension:
 
     def abandon_weight_update(self) -> None:
         self._weight_update_active = False
-        self.weight_transfer_engine.abandon()
-
-
-def _tied_head(model: torch.nn.Module) -> tuple[ParallelLMHead, VocabParallelEmbedding] | None:
-    """Head and embedding that share a parameter while the head keeps a packed copy of it; None where nothing is to be repaired."""
-    if not current_platform.is_cpu():
-        return None
-    heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
-    for head in heads:
-        for embedding in embeddings:
-            if head.weight is embedding.weight:
-                return head, embedding
-    config = getattr(model, "config", None)
-    if getattr(config, "tie_word_embeddings", False) and any(hasattr(head, "cpu_linear") for head in heads):
-        raise RuntimeError(f"{type(model).__name__} ties its embeddings in a way that weight updates on a CPU do not know: "
-                           "untie them (tie_word_embeddings = false) or use a GPU")
-    return None
+        put_back(self.weight_transfer_engine.model)
 
 
 def _read(path: str) -> Iterable[tuple[str, torch.Tensor]]:

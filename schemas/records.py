@@ -226,7 +226,7 @@ class Ack:
     version: int = col(I64, "as in the event")
     digest: str = col(STR, "as in the event")
     cause: str | None = col(STR, "why it failed", nullable=True)
-    phases_ms: list[tuple[str, float]] = col(METRICS, "heard, fetch, decode, wait, apply: milliseconds; heard counts from offered_at")
+    phases_ms: list[tuple[str, float]] = col(METRICS, "heard, fetch, decode, pack, wait, apply: milliseconds; heard counts from offered_at")
     in_flight: int = col(I32, "sequences that kept their KV cache through it")
     waiting: int = col(I32, "sequences waiting for a slot")
     generated_tokens: int = col(I64, "tokens this engine has sampled so far")

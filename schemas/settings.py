@@ -105,6 +105,8 @@ class GenerationSettings(Section):
     """GPUs an engine, through vLLM's executor."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines run; auto takes a GPU if there is one."""
+    spare_weights: bool = True
+    """On CPUs, pack a version beside the one in use, so that applying it takes milliseconds: costs the memory of the weights once more."""
     enforce_eager: bool = True
     """No CUDA graphs and no compilation."""
     threads: Positive = 1

@@ -19,7 +19,7 @@ import torch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from operators.engine import EngineLoop, UpdateRule
+from operators.engine import EngineLoop, UpdateRule, prepared
 from operators.engine_frames import ACK, RESULT, unpack_result
 from operators.loader import Arrival, WeightFiles
 from operators.rollouts import Rollouts, tokenizer_digest
@@ -52,14 +52,19 @@ class Broken:
 
 
 class DirectLoader:
-    """Loads in `offer`, so that a test knows between which turns a version arrives."""
+    """Loads in `offer`, so that a test knows between which turns a version arrives. Tensor `torn_at` cannot be read while the engine is
+    prepared for the version, tensor `broken_at` not while it is written."""
 
-    def __init__(self, files: WeightFiles):
-        self._files, self._arrivals, self.broken_at = files, [], None
+    def __init__(self, files: WeightFiles, engine: VLLMEngine):
+        self._files, self._load, self._arrivals, self.torn_at, self.broken_at = files, prepared(self, engine), [], None, None
+
+    def load(self, event):
+        weights, phases = self._files.load(event)
+        return (weights if self.torn_at is None else Broken(weights, self.torn_at)), phases
 
     def offer(self, event, heard_at):
         try:
-            weights, phases = self._files.load(event)
+            weights, phases = self._load(event)
         except BadWeights as e:
             self._arrivals.append(Arrival(event, heard_at, {}, cause=str(e)))
             return
@@ -74,7 +79,7 @@ class DirectLoader:
 class Probe:
     def __init__(self, engine: VLLMEngine, model: str, mode: str = "reuse_partial", max_lag: int = 100, rule: UpdateRule = UpdateRule(),  # noqa: B008
                  settings: GenerationSettings = SETTINGS):
-        self.loader = DirectLoader(WeightFiles(model, settings.dtype))
+        self.loader = DirectLoader(WeightFiles(model, settings.dtype), engine)
         rollouts = Rollouts(settings.model_copy(update={"kv_cache_mode": mode}), run_id="r", generator_id="g", engine=engine.name,
                             tokenizer=engine.tokenizer, tokenizer_digest=tokenizer_digest(model), stop_ids=engine.stop_ids)
         self.loop = EngineLoop(engine, rollouts, self.loader, self._send, run_id="r", generator_id="g", capacity=settings.batch,
@@ -129,7 +134,10 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         probe.loop.serve()
         return probe
 
-    for mode in ("reuse", "reuse_partial", "recompute"):
+    spare, exchanged = engine._spare, []
+    exchange = spare.exchange
+    spare.exchange = lambda version: exchanged.append(exchange(version)) or exchanged[-1]
+    for mode, engine._spare in itertools.product(("reuse", "reuse_partial", "recompute"), (None, spare)):
         probe = started(mode=mode)
         for text in ("1 + 2 =", "20 + 9 = 29", "7"):
             probe.submit(text)
@@ -138,15 +146,16 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         probe.finish()
         probe.submit("20 + 9 = 29")  # after the switch: its prefix lies in the cache, computed by the old version
         probe.finish()
-        probe.report(f"switch {mode}")
+        probe.report(f"switch {mode}" + ("" if engine._spare else ", in place"))
 
-    probe, other = started(), itertools.cycle((b, a))
-    for i in range(32):
-        probe.submit(f"{i} + {i * 37} = " + "1" * (i % 7))
-    while len(probe.rollouts) < probe.count:
-        probe.turns(5)
-        probe.offer(event(next(other)))
-    probe.report("often")
+    for engine._spare in (None, spare):
+        probe, other = started(), itertools.cycle((b, a))
+        for i in range(32):
+            probe.submit(f"{i} + {i * 37} = " + "1" * (i % 7))
+        while len(probe.rollouts) < probe.count:
+            probe.turns(5)
+            probe.offer(event(next(other)))
+        probe.report("often" + ("" if engine._spare else ", in place"))
 
     for name, rule in (("by tokens", UpdateRule(8, "token")), ("by chunks", UpdateRule(100, "version", chunk=8))):
         probe = started(rule=rule)
@@ -158,13 +167,14 @@ def main(model_a: str, model_b: str, folder: str) -> None:
 
     engine._params.seed = 11  # the same request samples the same tokens, as long as the weights are the same
     probe = started()
-    for tensors in (None, b, a):
+    for tensors, engine._spare in ((None, spare), (b, spare), (a, spare), (b, None), (a, None), (b, spare), (a, None)):
         if tensors is not None:
             probe.offer(event(tensors))
         probe.submit("3 + 4 =")
         probe.finish()
     probe.report("a b a")
-    engine._params.seed = None
+    engine._params.seed, engine._spare = None, spare
+    print(json.dumps({"name": "exchanged", "values": exchanged}), flush=True)
 
     layout = list(WeightFiles(model_a, SETTINGS.dtype)._expected)
     for k in (0, 1, len(layout) // 2, len(layout) - 1):
@@ -181,6 +191,16 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         probe.submit("5 + 6 =")
         probe.finish()
         probe.report(f"broken {k}")
+        probe = started()
+        probe.loader.torn_at = k
+        probe.offer(event(b))
+        probe.submit("5 + 6 =")
+        probe.finish()
+        probe.loader.torn_at = None
+        probe.offer(event(b))
+        probe.submit("5 + 6 =")
+        probe.finish()
+        probe.report(f"torn {k}")
 
     probe = started()
     good = event(b)

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -898,10 +899,11 @@ def sampled_logprobs(rollout: Rollout) -> list[float]:
     return rollout.rollout_logprobs[rollout.prompt_length:]
 
 
+@pytest.mark.parametrize("how", ["", ", in place"])
 @pytest.mark.parametrize("mode", ["reuse", "reuse_partial", "recompute"])
-def test_tokens_before_a_switch_follow_the_old_weights_and_those_after_it_the_new(probe, mode):
+def test_tokens_before_a_switch_follow_the_old_weights_and_those_after_it_the_new(probe, mode, how):
     found, models, _ = probe
-    rollouts, acks = found[f"switch {mode}"]
+    rollouts, acks = found[f"switch {mode}{how}"]
     *crossing, after = rollouts
     old, new = (a.version for a in acks)
     for r in crossing:
@@ -916,9 +918,15 @@ def test_tokens_before_a_switch_follow_the_old_weights_and_those_after_it_the_ne
         assert sampled_logprobs(after) == pytest.approx(logprobs(models[1], after.token_ids)[after.prompt_length - 1:], abs=1e-4)
 
 
-def test_labels_are_exact_under_an_update_every_five_tokens(probe):
+def test_versions_are_exchanged_and_not_written_where_they_can_be(probe):
+    exchanged = probe[0]["exchanged"]["values"]
+    assert all(exchanged) and len(exchanged) > 20, "each was packed beforehand"
+
+
+@pytest.mark.parametrize("how", ["", ", in place"])
+def test_labels_are_exact_under_an_update_every_five_tokens(probe, how):
     found, models, _ = probe
-    rollouts, acks = found["often"]
+    rollouts, acks = found[f"often{how}"]
     by_version = {a.version: models[i % 2] for i, a in enumerate(acks)}
     assert len(rollouts) == 32 and sum(len(r.version_spans) >= 4 for r in rollouts) >= 16
     for r in rollouts:
@@ -962,9 +970,10 @@ def test_an_fp8_cache_is_taken_up_and_seen_in_the_mismatch(probe, heads):
 
 def test_there_and_back_again_is_the_same(probe):
     found, models, _ = probe
-    (first, other, back), acks = found["a b a"]
-    assert [a.status for a in acks] == ["applied"] * 3
-    assert back.token_ids == first.token_ids and back.rollout_logprobs == first.rollout_logprobs
+    (first, other, *later), acks = found["a b a"]
+    assert [a.status for a in acks] == ["applied"] * 7 and len(later) == 5
+    for r, same in zip(later, itertools.cycle((first, other))):  # by exchange and in place in turns
+        assert r.token_ids == same.token_ids and r.rollout_logprobs == same.rollout_logprobs
     assert other.rollout_logprobs != first.rollout_logprobs
     assert sampled_logprobs(other) == pytest.approx(logprobs(models[1], other.token_ids)[other.prompt_length - 1:], abs=1e-4)
 
@@ -982,6 +991,19 @@ def test_an_update_that_breaks_at_the_kth_tensor_leaves_the_held_version(probe):
         assert recovered.version_spans[0]["policy_version"] == acks[2].version
         new = logprobs(models[1], recovered.token_ids)[recovered.prompt_length - 1:]
         assert sampled_logprobs(recovered) == pytest.approx(new, abs=1e-4)
+
+
+def test_a_version_that_cannot_be_packed_is_refused_and_the_engine_goes_on(probe):
+    found, models, _ = probe
+    torn = [name for name in found if name.startswith("torn")]
+    assert len(torn) == 4
+    for name in torn:
+        (during, after), acks = found[name]
+        assert [a.status for a in acks] == ["applied", "failed", "applied"]
+        assert re.search(r"version \d+ .*cannot be packed: OSError: tensor \d+ is torn", acks[1].cause)
+        for r, model, ack in ((during, models[0], acks[0]), (after, models[1], acks[2])):
+            assert [s["policy_version"] for s in r.version_spans] == [ack.version]
+            assert sampled_logprobs(r) == pytest.approx(logprobs(model, r.token_ids)[r.prompt_length - 1:], abs=1e-4)
 
 
 def test_a_wrong_digest_is_refused(probe):

@@ -27,7 +27,7 @@ from tests.benchmarks.generate_job import Arrival, GenerateJob, local_stack
 SEED = 0
 GOAL_MS = 50.0
 PROMPTS = 12_000
-PHASES = {"heard": "heard", "fetch": "bytes fetched", "decode": "checked and decoded", "wait": "waited for the step's end",
+PHASES = {"heard": "heard", "fetch": "bytes fetched", "decode": "checked and decoded", "pack": "packed", "wait": "waited for the step's end",
           "apply": "applied (generation paused)"}
 FLAGS = {
     "generation.batch": 64, "generation.max_tokens": 50, "generation.max_model_len": 128, "generation.dtype": "float32",

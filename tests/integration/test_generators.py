@@ -1,0 +1,60 @@
+"""Four engines under one stream of versions: a straggler holds nobody up, and a newcomer joins in the middle."""
+
+import signal
+
+from deploy.models import make_demo_model
+from jobs.prompts import prompts_of
+from schemas.record import decode
+from schemas.records import Ack, Rollout
+from tests.benchmarks.generate_job import GenerateJob
+from tests.chaos.driver import FIND
+from tests.integration.conftest import SMALL
+from tests.integration.test_pipeline import until
+
+ENGINES = 4
+EVERYBODY = {f"generator-{i}" for i in range(ENGINES)}
+
+
+def test_every_engine_gets_every_version_at_its_own_pace(stack, tmp_path):
+    settings = stack.settings("four", **SMALL | {
+        "model.path": str(make_demo_model(tmp_path / "model", seed=0)), "generation.engines": ENGINES, "generation.batch": 4,
+        "training.max_lag": 100, "weights.encoding": "full"})
+    with GenerateJob(stack, settings) as job:
+
+        def acks() -> list[Ack]:
+            job.check()
+            found = [decode(Ack, a.value)[0] for a in job.acks.arrivals]
+            assert not [a for a in found if a.status != "applied"]
+            return found
+
+        def hold(version: int) -> set[str]:
+            return {a.generator_id for a in acks() if a.version == version}
+
+        def engines():
+            return FIND["engine"](stack)
+
+        job.feed(list(prompts_of("demo", size=600, seed=0)))
+        until("four engines that hold version 0", lambda: hold(0) == EVERYBODY, 240)
+        for version in (1, 2):
+            job.publish()
+            until(f"four engines that hold version {version}", lambda v=version: hold(v) == EVERYBODY)
+
+        straggler = engines()[0]
+        straggler.send_signal(signal.SIGSTOP)
+        try:
+            for version in (3, 4):
+                job.publish()
+                until(f"three engines that hold version {version}", lambda v=version: len(hold(v)) == ENGINES - 1)
+        finally:
+            straggler.send_signal(signal.SIGCONT)
+        until("the straggler at version 4", lambda: hold(4) == EVERYBODY)
+
+        before = len(job.rollouts.arrivals)
+        engines()[-1].send_signal(signal.SIGKILL)
+        job.publish()
+        until("four engines that hold version 5, one of them new", lambda: hold(5) == EVERYBODY)
+        until("what the dead engine had held", lambda: any(
+            r.attempt for a in job.rollouts.arrivals[before:] for r in decode(Rollout, a.value)))
+        rollouts = [r for a in job.rollouts.arrivals for r in decode(Rollout, a.value)]
+        assert {r.generator_id for r in rollouts} == EVERYBODY
+        assert {r.policy_version_min for r in rollouts if r.attempt} == {5}, "the newcomer served nothing before it held the newest"
