@@ -5,7 +5,8 @@ event of its base, then operators/delta.py's bytes. Either way the event's diges
 
 Promises: an event exists only when its bytes are complete and on disk; the same tensors make the same full bytes, hence the same
 digest, whatever made them and however they travel; nothing is decoded whose digest differs from its event's. A file is written under a
-temporary name and renamed, so a reader sees all of it or nothing. Folders are paths, or fsspec URLs where a name holds "://".
+temporary name and renamed, so a reader sees all of it or nothing. Folders are paths, or fsspec URLs where a name holds "://", or
+`SHARED_MEMORY`: then a version is an open file of the writer's that never had a name, and is gone with the process, whatever ends it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from operators import delta
 from schemas.record import BadRecord, encode
 from schemas.record import decode as decode_record
 from schemas.records import Weights, now
+from schemas.settings import SHARED_MEMORY
 
 SUFFIX = {"full": ".safetensors", "delta": ".delta"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -34,7 +36,10 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _NAME = re.compile(r"epoch-(\d+)-version-(\d+)\.(?:safetensors|delta)")
 _LENGTH = struct.Struct("<Q")
+_HANDLES = "/proc/"  # what the uri of an open file begins with
 FULL_EVERY = 20  # versions, where the settings do not say
+
+_in_memory: dict[tuple[int, int], str] = {}  # (epoch, version) -> uri of what this process offers in shared memory
 
 
 class BadWeights(ValueError):
@@ -61,7 +66,9 @@ class Staged:
     def offer(self, epoch: int, version: int, run_id: str) -> Weights:
         """Give the bytes their name and return the event that says so."""
         uri = f"{self.folder.rstrip('/')}/epoch-{epoch:04d}-version-{version:08d}{SUFFIX[self.encoding]}"
-        if "://" in uri:
+        if self.folder == SHARED_MEMORY:
+            uri = _in_memory[epoch, version] = self.path
+        elif "://" in uri:
             fs, remote = _remote(uri)
             fs.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
             fs.put_file(self.path, remote)  # an object appears whole, or not at all
@@ -73,8 +80,8 @@ class Staged:
                        base_version=self.base_version, bytes=self.size, dtype=self.dtype, offered_at=now())
 
     def discard(self) -> None:
-        """Remove the bytes: the version is on offer already."""
-        os.unlink(self.path)
+        """Remove the bytes: the version is on offer already, or a delta takes their place."""
+        _remove(self.path)
 
     @staticmethod
     def is_there(event: Weights) -> bool:
@@ -83,6 +90,8 @@ class Staged:
             if "://" in event.uri:
                 fs, remote = _remote(event.uri)
                 return fs.size(remote) == event.bytes
+            if event.uri.startswith(_HANDLES) and event.uri not in _in_memory.values():
+                return False  # a predecessor's; another process may have its number by now
             return os.path.getsize(event.uri) == event.bytes
         except Exception:  # see `_fetch`
             return False
@@ -101,10 +110,8 @@ def file_order(layout: Mapping[str, Spec]) -> list[str]:
 
 def stage(folder: str, layout: Mapping[str, Spec], tensors: Iterable[tuple[str, torch.Tensor]], dtype: str) -> Staged:
     """Write and hash the tensors as they come, which must be in `file_order`: never more than one of them is held here."""
-    local = folder if "://" not in folder else tempfile.gettempdir()
-    os.makedirs(local, exist_ok=True)
     digest, size = hashlib.sha256(), 0
-    with _writing(local) as (path, put):
+    with _writing(folder) as (path, put):
 
         def write(data: bytes | memoryview) -> None:
             nonlocal size
@@ -129,21 +136,27 @@ def stage(folder: str, layout: Mapping[str, Spec], tensors: Iterable[tuple[str, 
 
 @contextlib.contextmanager
 def _writing(folder: str) -> Iterator[tuple[str, Callable[[bytes | memoryview], None]]]:
-    """(path, what appends to it) of a file under a temporary name: synced and readable for all after the body, gone if that fails."""
-    handle, path = tempfile.mkstemp(prefix="writing-", suffix=".tmp", dir=folder)
+    """(path, what appends to it) of a file under a temporary name, or none: complete and readable after the body, gone if that fails."""
+    if folder == SHARED_MEMORY:
+        handle = os.memfd_create("pipelinerl-weights")
+        path = by_handle(handle)
+    else:
+        local = folder if "://" not in folder else tempfile.gettempdir()
+        os.makedirs(local, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix="writing-", suffix=".tmp", dir=local)
     try:
-        with os.fdopen(handle, "wb", buffering=0) as file:
+        with os.fdopen(handle, "wb", buffering=0, closefd=folder != SHARED_MEMORY) as file:
 
             def put(data: bytes | memoryview) -> None:
                 while data := memoryview(data)[file.write(data):]:  # one write takes at most 2 GiB
                     pass
 
             yield path, put
-            os.fsync(file.fileno())
-        os.chmod(path, 0o644)  # generators may run as someone else
+            if folder != SHARED_MEMORY:
+                os.fsync(file.fileno())
+                os.chmod(path, 0o644)  # generators may run as someone else
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        _remove(path)
         raise
 
 
@@ -174,9 +187,9 @@ class Deltas:
                 return full
             event = encode([base])
             changes = delta.make(read(by_handle(handle)), read(full.path), getattr(torch, full.dtype).itemsize)
-            with _writing(os.path.dirname(full.path)) as (path, put):
+            with _writing(full.folder) as (path, put):
                 put(_LENGTH.pack(len(event)) + event + changes)
-            os.unlink(full.path)
+            full.discard()
             return Staged(full.folder, path, full.digest, os.path.getsize(path), full.dtype, base.version)
         finally:
             os.close(handle)
@@ -184,7 +197,7 @@ class Deltas:
 
 def by_handle(handle: int) -> str:
     """A path of an open file, whatever became of its own."""
-    return f"/proc/{os.getpid()}/fd/{handle}"
+    return f"{_HANDLES}{os.getpid()}/fd/{handle}"
 
 
 #: A version at hand: its digest, and what reads its full bytes.
@@ -323,7 +336,9 @@ def check(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.T
 
 
 def versions(folder: str) -> dict[tuple[int, int], str]:
-    """(epoch, version) -> uri of what is published in the folder."""
+    """(epoch, version) -> uri of what is published in the folder; in shared memory, by this process."""
+    if folder == SHARED_MEMORY:
+        return dict(_in_memory)
     if "://" in folder:
         fs, path = _remote(folder)
         names = [p.rsplit("/", 1)[-1] for p in fs.ls(path, detail=False)] if fs.exists(path) else []
@@ -336,9 +351,10 @@ def versions(folder: str) -> dict[tuple[int, int], str]:
 def prune(folder: str, keep_versions: set[int]) -> list[int]:
     """Remove the files of all other versions. Returns the versions removed."""
     gone = []
-    for (_, version), uri in versions(folder).items():
+    for (epoch, version), uri in versions(folder).items():
         if version not in keep_versions:
             _remove(uri)
+            _in_memory.pop((epoch, version), None)
             gone.append(version)
     return sorted(gone)
 
@@ -373,6 +389,8 @@ def _remove(uri: str) -> None:
     if "://" in uri:
         fs, path = _remote(uri)
         fs.rm(path)
+    elif uri.startswith(_HANDLES):
+        os.close(int(uri.rsplit("/", 1)[-1]))
     else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(uri)

@@ -324,7 +324,9 @@ class TrainingSettings(Section):
 
 class WeightsSettings(Section):
     dir: str | None = None
-    """Where versions are published, a folder all generators can read; by default DIR/ID/weights."""
+    """Where versions are published: a folder all generators can read, or a URL that fsspec knows; by default DIR/ID/weights."""
+    transport: Literal["file", "shared_memory"] = "file"
+    """How versions travel: through `dir`, or through rank 0's memory, for a machine that all of trainer and generators are on."""
     keep: Annotated[int, Field(ge=2)] = 4
     """Newest versions whose bytes are kept beside those that checkpoints and deltas need."""
     keep_s: Annotated[float, Field(ge=0)] = 10
@@ -348,6 +350,8 @@ class WeightsSettings(Section):
 
     @model_validator(mode="after")
     def _in_force(self):
+        if self.transport == "shared_memory" and self.dir is not None:
+            raise ValueError("weights.dir is for weights.transport = file: versions in shared memory lie in no folder")
         if self.encoding == "full" and self.full_every is not None:
             raise ValueError("weights.full_every goes with weights.encoding = delta, and only with it")
         if self.rule == (1, "version") and self.chunked_generation is not None:
@@ -429,6 +433,9 @@ class FlinkSettings(Section):
     """PyFlink bundle: milliseconds."""
 
 
+#: In the place of a folder: versions are offered as open files of rank 0's memory.
+SHARED_MEMORY = "shared-memory:"
+
 #: The article's flags and where they live in the tree.
 ARTICLE_FLAGS = {
     "actor_gpus": "generation.engines",
@@ -437,6 +444,7 @@ ARTICLE_FLAGS = {
     "training_batch": "training.batch",
     "pipeline_depth": "packing.pipeline_depth",
     "kv_cache_mode": "generation.kv_cache_mode",
+    "weight_transport": "weights.transport",
     "importance_weight_clip": "training.loss.importance_weight_clip",
     "max_lag": "training.max_lag",
     "penalize_length": "reward.penalize_length",
@@ -511,6 +519,8 @@ class Settings(BaseSettings):
 
     @property
     def weights_dir(self) -> str:
+        if self.weights.transport == "shared_memory":
+            return SHARED_MEMORY
         return self.weights.dir or str(self.run_dir / "weights")
 
     @property

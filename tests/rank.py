@@ -1,4 +1,7 @@
-"""A rank in a process of its own: `python -m tests.rank RANK WORLD MODEL FOLDER`. Trains one step and saves its gradient."""
+"""A rank in a process of its own: `python -m tests.rank RANK WORLD MODEL FOLDER STAGE`.
+
+Trains a step, publishes and keeps it, trains another; then takes up the checkpoint and trains that again. Rank 0 saves what came of it.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,32 @@ def gradient(trainer) -> dict:
 
 def main() -> None:
     import torch
+    from safetensors.torch import load_file
 
-    from operators import rendezvous
+    from operators import rendezvous, weights
     from operators.trainer import Trainer
     from tests import batches
 
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
+    rank, world, stage = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[5])
     folder = Path(sys.argv[4])
-    settings = batches.settings(sys.argv[3], folder, ranks=world, gradient_clipping=1e9)
+    settings = batches.settings(sys.argv[3], folder, ranks=world, gradient_clipping=1e9, zero_stage=stage)
     rendezvous.join(settings, rank, world, "cpu")
+
+    def train(trainer: Trainer, number: int) -> tuple[dict, weights.Staged | None]:
+        manifest, tables = batches.step(number, MICRO_BATCHES)
+        return trainer.train(manifest, tables[rank::world]), trainer.stage_weights()
+
     trainer = Trainer(settings, rank, world)
-    manifest, tables = batches.step(1, MICRO_BATCHES)
-    metrics = trainer.train(manifest, tables[rank::world])
+    metrics, first = train(trainer, 1)
     found = gradient(trainer)
+    trainer.save_checkpoint(0, first.digest if first else "")
+    _, second = train(trainer, 2)
+    again = Trainer(settings, rank, world)
+    restored = again.restore().version
+    _, same = train(again, 2)
     if rank == 0:
-        torch.save((metrics, found), folder / "gradient.pt")
+        torch.save({"metrics": metrics, "gradient": found, "published": load_file(first.path), "restored": restored,
+                    "digests": (second.digest, same.digest)}, folder / "made.pt")
     torch.distributed.barrier()
     rendezvous.leave()
 

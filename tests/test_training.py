@@ -438,21 +438,28 @@ def test_the_gradient_is_the_same_for_one_three_and_five_micro_batches(group, mo
     assert first["grad_norm"] == pytest.approx(torch.cat([g.flatten() for g in reference.values()]).norm().item(), rel=1e-5)
 
 
-def test_the_gradient_is_the_same_for_one_and_two_ranks(group, model, tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_do_what_one_does_and_resume_to_the_same_bits(group, model, tmp_path, stage):
     trainer = Trainer(batches.settings(model, tmp_path, gradient_clipping=1e9))
     metrics = trained(trainer, 1, micro_batches=MICRO_BATCHES)
     alone = gradient(trainer)
-    ranks = [subprocess.Popen([sys.executable, "-m", "tests.rank", str(r), "2", str(model), str(tmp_path)],
+    ranks = [subprocess.Popen([sys.executable, "-m", "tests.rank", str(r), "2", str(model), str(tmp_path), str(stage)],
                               env={**os.environ, "OMP_NUM_THREADS": "1"}) for r in (0, 1)]
     try:
         assert [r.wait(300) for r in ranks] == [0, 0]
     finally:
         for r in ranks:
             r.kill()
-    together, g = torch.load(tmp_path / "gradient.pt")
+    made = torch.load(tmp_path / "made.pt")
     for name in metrics.keys() - {"train/seconds", "train/tokens_per_s"}:
-        assert together[name] == pytest.approx(metrics[name], rel=1e-5), name
-    same_gradient(g, alone)
+        assert made["metrics"][name] == pytest.approx(metrics[name], rel=1e-5), name
+    same_gradient(made["gradient"], alone)
+    published = dict(trainer.module.named_parameters())
+    assert made["published"].keys() >= published.keys()
+    for name, p in published.items():
+        assert made["published"][name].shape == p.shape
+        assert (made["published"][name] - p.detach()).abs().max() <= 1e-5, f"{name}: steps are 1e-3"
+    assert made["restored"] == 1 and made["digests"][0] == made["digests"][1]
 
 
 def test_measures_of_a_step(group, model, tmp_path):

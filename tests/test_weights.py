@@ -1,6 +1,8 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from operators import weights
 from operators.weights import BadWeights
+from schemas.settings import SHARED_MEMORY
 from tests.object_store import ObjectStore
 
 TENSORS = {"b.weight": torch.arange(15.0).reshape(3, 5), "a": torch.randn(7), "count": torch.arange(3), "none": torch.zeros(0, 4),
@@ -24,11 +27,14 @@ def store(tmp_path_factory):
     made.stop()
 
 
-@pytest.fixture(params=["disk", "memory", "s3"])
+@pytest.fixture(params=["disk", "shared memory", "memory", "s3"])
 def folder(request, tmp_path):
-    """A path, and URLs: fsspec's own memory, and a real object store."""
+    """A path, an open file without a name, and URLs: fsspec's own memory, and a real object store."""
     if request.param == "disk":
         return str(tmp_path / "weights")
+    if request.param == "shared memory":
+        request.addfinalizer(lambda: weights.prune(SHARED_MEMORY, set()))
+        return SHARED_MEMORY
     return f"memory://{tmp_path.name}/weights" if request.param == "memory" else f"{request.getfixturevalue('store').url}/{tmp_path.name}/weights"
 
 
@@ -108,6 +114,46 @@ def test_nothing_is_visible_before_it_is_offered(tmp_path):
     assert weights.versions(str(tmp_path)) == {}
     event = staged.offer(2, 7, "run")
     assert weights.versions(str(tmp_path)) == {(2, 7): event.uri}
+
+
+WRITER = """
+import sys, torch
+from operators import weights
+event = weights.publish(weights.SHARED_MEMORY, 0, 4, {"a": torch.arange(1000.0)}, "run", "float32")
+print(event.uri, event.digest, event.bytes, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shared_memory_is_read_by_others_and_gone_with_its_writer(tmp_path):
+    """kill -9 of the writer leaves nothing behind; who has opened a version keeps it; a successor does not take it for its own."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        uri, digest, size = writer.stdout.readline().split()
+        event = dataclasses.replace(publish(SHARED_MEMORY, 4), uri=uri, digest=digest, bytes=int(size), dtype="float32")
+        assert torch.equal(weights.decode(event, weights.fetch(event))["a"], torch.arange(1000.0))
+        assert not weights.Staged.is_there(event), "it is another process's"
+        with open(uri, "rb") as held:
+            writer.kill()
+            writer.wait()
+            with pytest.raises(BadWeights, match="cannot be read"):
+                weights.fetch(event)
+            assert len(held.read()) == event.bytes
+    finally:
+        writer.kill()
+        weights.prune(SHARED_MEMORY, set())
+
+
+def test_a_discarded_or_pruned_version_in_shared_memory_gives_its_memory_back():
+    before = set(os.listdir("/proc/self/fd"))
+    layout = weights.specs(TENSORS, "float32")
+    weights.stage(SHARED_MEMORY, layout, ((n, TENSORS[n]) for n in weights.file_order(layout)), "float32").discard()
+    with pytest.raises(BadWeights, match="never came"):
+        weights.stage(SHARED_MEMORY, layout, [], "float32")
+    for version in range(3):
+        publish(SHARED_MEMORY, version)
+    assert weights.prune(SHARED_MEMORY, {1}) == [0, 2] and weights.prune(SHARED_MEMORY, set()) == [1]
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_failed_publication_leaves_nothing_behind(tmp_path):

@@ -297,10 +297,10 @@ def test_a_job_that_begins_again_reads_no_rollouts_of_resolved_groups(run):
 def test_killed_workers_lose_nothing_and_train_nothing_twice(stack, model, run):
     """kill -9 of the generate job's worker and of a rank, in the middle; then the log alone makes the same weights again.
 
-    The first run sends deltas, the second one full versions: both end in the same bytes.
+    The first run sends deltas through shared memory, the second one full versions through files: both end in the same bytes.
     """
     s = settings(stack, model, "killed", **{"run.max_steps": 16, "training.checkpoint_every": 4,
-                                            "weights.encoding": "delta", "weights.full_every": 6})
+                                            "weights.encoding": "delta", "weights.full_every": 6, "weights.transport": "shared_memory"})
     killed: list[str] = []
 
     def kill() -> None:
