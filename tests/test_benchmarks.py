@@ -11,6 +11,7 @@ from tests.benchmarks.common import Measure, alternate, mean_interval, quantile,
 from tests.benchmarks.generation import occupancy
 from tests.benchmarks.time_to_reward import CONVENTIONAL, SIDES, Curve, compare, curve_of
 from tests.benchmarks.training import fill, log_uniform
+from tests.benchmarks.weight_update import sampled
 
 
 def test_sides_alternate():
@@ -91,6 +92,12 @@ def test_a_report_is_a_file_and_a_table(tmp_path, capsys):
     assert [m["reached"] for m in made["measures"]] == [False, True]
     assert list(tmp_path.iterdir()) == [path]
     assert "≥ 0.98" in (out := capsys.readouterr().out) and "≤ 50" in out
+
+
+def test_tokens_sampled_in_a_window():
+    rollouts = [(0.0, 10.0, 100), (5.0, 15.0, 50), (20.0, 20.0, 1), (30.0, 40.0, 10)]
+    assert sampled(rollouts, 0, 50) == 161 and sampled(rollouts, 5, 10) == 50 + 25
+    assert sum(sampled(rollouts, t, t + 4) for t in range(0, 48, 4)) == pytest.approx(161), "windows side by side miss nothing"
 
 
 def test_a_learning_curve():

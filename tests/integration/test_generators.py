@@ -1,5 +1,6 @@
 """Four engines under one stream of versions: a straggler holds nobody up, and a newcomer joins in the middle."""
 
+import itertools
 import signal
 
 from deploy.models import make_demo_model
@@ -33,7 +34,9 @@ def test_every_engine_gets_every_version_at_its_own_pace(stack, tmp_path):
         def engines():
             return FIND["engine"](stack)
 
-        job.feed(list(prompts_of("demo", size=600, seed=0)))
+        # Never more than some seconds' work: four busy engines would leave two cores nothing for broker and Flink.
+        prompts = iter(prompts_of("demo", size=96, seed=0))
+        job.feed(list(itertools.islice(prompts, 24)))
         until("four engines that hold version 0", lambda: hold(0) == EVERYBODY, 240)
         for version in (1, 2):
             job.publish()
@@ -43,18 +46,24 @@ def test_every_engine_gets_every_version_at_its_own_pace(stack, tmp_path):
         straggler.send_signal(signal.SIGSTOP)
         try:
             for version in (3, 4):
+                job.feed(list(itertools.islice(prompts, 12)))
                 job.publish()
                 until(f"three engines that hold version {version}", lambda v=version: len(hold(v)) == ENGINES - 1)
         finally:
             straggler.send_signal(signal.SIGCONT)
         until("the straggler at version 4", lambda: hold(4) == EVERYBODY)
 
-        before = len(job.rollouts.arrivals)
-        engines()[-1].send_signal(signal.SIGKILL)
+        job.rollouts.wait(48 * settings.grouping.group_size, 120, job.check)
+        dying = engines()[-1]
+        dying.send_signal(signal.SIGSTOP)  # it shall hold samples when it dies
+        job.feed(list(prompts))
+        job.rollouts.wait(60 * settings.grouping.group_size, 120, job.check)
+        dying.send_signal(signal.SIGKILL)
         job.publish()
         until("four engines that hold version 5, one of them new", lambda: hold(5) == EVERYBODY)
-        until("what the dead engine had held", lambda: any(
-            r.attempt for a in job.rollouts.arrivals[before:] for r in decode(Rollout, a.value)))
+        job.rollouts.wait(96 * settings.grouping.group_size, 120, job.check)
         rollouts = [r for a in job.rollouts.arrivals for r in decode(Rollout, a.value)]
+        assert len({(r.group_id, r.sample_index) for r in rollouts}) == 96 * settings.grouping.group_size
         assert {r.generator_id for r in rollouts} == EVERYBODY
-        assert {r.policy_version_min for r in rollouts if r.attempt} == {5}, "the newcomer served nothing before it held the newest"
+        again = {r.policy_version_min for r in rollouts if r.attempt}
+        assert again and again <= {4, 5}, "the newcomer served nothing before it held what was the newest when it came"
