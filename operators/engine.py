@@ -64,8 +64,10 @@ class Engine(Protocol):
     def abort(self, idents: list[str]) -> list[Sampled]:
         """End sequences; what they had."""
 
-    def prepare(self, weights: LoadedWeights) -> None:
-        """What can be done for `write` while steps go on; called by the loader's thread. The model's weights stay as they are."""
+    def prepare(self, weights: LoadedWeights) -> bool:
+        """What can be done for `write` while steps go on; called by the loader's thread. The model's weights stay as they are.
+
+        True if all is done, so that `write` needs no tensors."""
 
     def write(self, weights: LoadedWeights) -> None:
         """Put weights into the model. After an exception the model is writable again, but its weights belong to no version."""
@@ -309,7 +311,7 @@ class EngineLoop:
             return  # nothing has been served yet, and nothing will be before a version is held
         log.warning(f"engine: {cause}; version {previous.event.version} is written again")
         try:
-            self._write(previous.reload())
+            self._write(previous)
         except Exception as e:
             raise RuntimeError(f"{cause}; and the held version {previous.event.version} could not be written again: "
                                "the engine ends, because its weights belong to no version") from e
@@ -361,7 +363,8 @@ def prepared(files: WeightFiles, engine: Engine) -> Callable[[Weights], tuple[Lo
         weights, phases = files.load(event)
         started = time.perf_counter()
         try:
-            engine.prepare(weights)
+            if engine.prepare(weights):
+                weights.release()  # here: to unmap them takes longer than the pause
         except Exception as e:  # of the model's own loaders, which raise what they like
             weights.close()
             raise BadWeights(f"{where(event)} cannot be packed: {type(e).__name__}: {e}") from e

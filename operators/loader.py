@@ -26,25 +26,26 @@ from schemas.records import Weights
 class LoadedWeights:
     """A version whose bytes are complete, checked and decoded, and a descriptor that keeps its file whatever becomes of the name.
 
-    `tensors` are (name, tensor) pairs; `path` is the same file for engines whose workers are other processes.
+    `tensors` are (name, tensor) pairs, read again from the file after `release`; `path` is the same file for engines whose workers are
+    other processes.
     """
 
     def __init__(self, event: Weights, handle: int, tensors: dict[str, torch.Tensor]):
-        self.event, self._handle, self._tensors = event, handle, tensors
+        self.event, self._handle = event, handle
+        self._tensors: dict[str, torch.Tensor] | None = tensors
         self.path = files.by_handle(handle)
 
     @property
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        if self._tensors is None:
+            size = os.fstat(self._handle).st_size
+            local = dataclasses.replace(self.event, uri=self.path, encoding="full", base_version=None, bytes=size)
+            self._tensors = files.decode(local, files.fetch(local))
         return self._tensors.items()
 
     def release(self) -> None:
-        self._tensors = {}
-
-    def reload(self) -> LoadedWeights:
-        size = os.fstat(self._handle).st_size
-        local = dataclasses.replace(self.event, uri=self.path, encoding="full", base_version=None, bytes=size)
-        self._tensors = files.decode(local, files.fetch(local))
-        return self
+        """Give the memory back."""
+        self._tensors = None
 
     def close(self) -> None:
         self.release()

@@ -113,9 +113,11 @@ class VLLMEngine:
         self._llm.abort_request(idents)
         return sampled
 
-    def prepare(self, weights: LoadedWeights) -> None:
-        if self._spare is not None:
-            self._spare.pack(weights, weights.tensors)
+    def prepare(self, weights: LoadedWeights) -> bool:
+        if self._spare is None:
+            return False
+        self._spare.pack(weights, weights.tensors)
+        return True
 
     def write(self, weights: LoadedWeights) -> None:
         if self._spare is not None and self._spare.exchange(weights):

@@ -1,6 +1,7 @@
 """weight_update: what an update costs generation, and where its time goes.
 
-The generate job under load, the tiny model and SmolLM2-135M, one engine and four. Versions are offered one after the other, and each ack says
+The generate job, the tiny model and SmolLM2-135M: one engine under load, and four engines that have nothing to generate, since four busy ones
+would measure how two cores are shared. Versions are offered one after the other, and each ack says
 how long its parts took: heard, fetched, checked and decoded, packed (all while generation goes on), waited for the step's end, applied (the only
 part for which generation stands still). Beside it what the last part takes without a second set of weights (`generation.spare_weights = false`),
 and what it takes to copy a version's bytes once.
@@ -44,16 +45,16 @@ class Case:
     model: str
     engines: int
     batch: int
-    prompts: str
+    prompts: str | None  # none: nothing is generated
     pause_s: float  # between two versions
     flags: dict[str, Any]
 
 
 CASES = (
     Case("tiny, 1 engine", "tiny", 1, 64, "demo", 1.0, TINY),
-    Case("tiny, 4 engines", "tiny", 4, 16, "demo", 1.0, TINY),
+    Case("tiny, 4 idle engines", "tiny", 4, 16, None, 1.0, TINY),
     Case("SmolLM2-135M, 1 engine", "SmolLM2-135M", 1, 16, "reasoning_gym:basic_arithmetic", 3.0, SMOLLM2),
-    Case("SmolLM2-135M, 4 engines", "SmolLM2-135M", 4, 4, "reasoning_gym:basic_arithmetic", 6.0, SMOLLM2),
+    Case("SmolLM2-135M, 4 idle engines", "SmolLM2-135M", 4, 4, None, 6.0, SMOLLM2),
     Case("SmolLM2-135M, 1 engine, loaded in place", "SmolLM2-135M", 1, 16, "reasoning_gym:basic_arithmetic", 3.0,
          SMOLLM2 | {"generation.spare_weights": False}),
 )
@@ -90,7 +91,8 @@ class Loaded:
         name = "".join(c if c.isalnum() else "-" for c in case.name)
         settings = stack.settings(name, **case.flags | {"model.path": model, "generation.engines": case.engines, "generation.batch": case.batch})
         ensure_topics(settings.kafka, settings.run.id)
-        load_prompts(settings, case.prompts, size=PROMPTS, seed=0)
+        if case.prompts is not None:
+            load_prompts(settings, case.prompts, size=PROMPTS, seed=0)
         self.case = case
         with contextlib.ExitStack() as undo:
             self._sequencer = Sequencer(settings)
@@ -98,7 +100,8 @@ class Loaded:
             self.job = undo.enter_context(GenerateJob(stack, settings, self._sequencer.notice))
             print(f"{case.name}: starting the job ...", flush=True)
             self.held(0)
-            self.job.rollouts.wait(2 * case.engines * case.batch, START_S, self.job.check)
+            if case.prompts is not None:
+                self.job.rollouts.wait(2 * case.engines * case.batch, START_S, self.job.check)
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Loaded:
@@ -145,7 +148,7 @@ class Loaded:
                     self.job.check()
                 spans[side].append((begin, time.time()))
         end = time.time()
-        while not any(r.first_token_at.timestamp() > end for a in self.job.rollouts.arrivals[-50:] for r in decode(Rollout, a.value)):
+        while not any(r.first_token_at and r.first_token_at.timestamp() > end for a in self.job.rollouts.arrivals[-50:] for r in decode(Rollout, a.value)):
             self.job.check()
             time.sleep(0.5)  # what was in flight at the end has ended
         rollouts = [(r.first_token_at.timestamp(), r.finished_at.timestamp(), len(r.token_ids) - r.prompt_length)
