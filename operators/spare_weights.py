@@ -4,8 +4,9 @@ What takes long about applying a version on a CPU is to pack its matrices for th
 pause is an exchange of references, some milliseconds whatever the model's size. It costs the memory of the weights once more, and is there
 for engines of one process whose layers are unquantised (`spare_of`); vLLM's reload in place serves all others.
 
-Promises: nothing that the engine reads is touched before `exchange`; a version that cannot be packed leaves the set in use as it is; after
-an exchange the model computes what it would compute if the version had been loaded into it.
+Promises: nothing that the engine reads is touched before `exchange`, and that waits for nobody; a version that cannot be packed leaves the
+set in use as it is; after an exchange the model computes what it would compute if the version had been loaded into it. A packed version is
+replaced by a newer one only after the engine went on without it.
 """
 
 from __future__ import annotations
@@ -32,43 +33,61 @@ EXCHANGED = ("_parameters", "_buffers", "cpu_linear")
 
 
 class SpareWeights:
-    """`pack` is called by the loader's thread, `exchange` between two steps."""
+    """`pack` is called by the loader's thread, `exchange` and `step_begins` by the one that steps."""
+
+    PASSES = 2  # of the steps that begin after a version was packed, the first may not have known of it
+    WAIT_S = 5.0  # for the engine to take one or to go on without it, whatever the step it is in
 
     def __init__(self, model: torch.nn.Module, spare: torch.nn.Module, config: VllmConfig):
         self._spare, self._config = spare, config
         self._layers = [(layer, of) for layer, of in zip(model.modules(), spare.modules(), strict=True) if not isinstance(layer, Attention)]
-        self._turn = threading.Lock()
+        self._turn = threading.Condition()
         self._packed: object | None = None  # the version that lies ready
+        self._passes = 0  # steps that began since
         self._tied: tuple[ParallelLMHead, VocabParallelEmbedding] | None = None
         self._loaded = False
 
     @torch.no_grad()
     def pack(self, version: object, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load and pack a version's (name, tensor) pairs. Whatever goes wrong is raised, and nothing lies ready then."""
+        """Load and pack a version's (name, tensor) pairs. Whatever goes wrong is raised, and nothing lies ready then.
+
+        Waits while one lies ready that the engine is about to take: else versions that come faster than they are packed would replace each
+        other for ever.
+        """
         with self._turn:
-            self._packed = None
-            if not self._loaded:
+            self._turn.wait_for(lambda: self._packed is None or self._passes >= self.PASSES, self.WAIT_S)
+            self._packed = None  # from here on the set belongs to this thread
+        if not self._loaded:
+            self._spare.load_weights(iter(tensors))
+            process_weights_after_loading(self._spare, self._config.model_config, torch.device("cpu"))
+            self._tied = tied_head(self._spare)
+            self._loaded = True
+        else:
+            layerwise.initialize_layerwise_reload(self._spare)
+            try:
                 self._spare.load_weights(iter(tensors))
-                process_weights_after_loading(self._spare, self._config.model_config, torch.device("cpu"))
-                self._tied = tied_head(self._spare)
-                self._loaded = True
-            else:
-                layerwise.initialize_layerwise_reload(self._spare)
-                try:
-                    self._spare.load_weights(iter(tensors))
-                    layerwise.finalize_layerwise_reload(self._spare, self._config.model_config)
-                except BaseException:
-                    put_back(self._spare)
-                    raise
-            repack_tied_head(self._tied)
-            self._packed = version
+                layerwise.finalize_layerwise_reload(self._spare, self._config.model_config)
+            except BaseException:
+                put_back(self._spare)
+                raise
+        repack_tied_head(self._tied)
+        with self._turn:
+            self._packed, self._passes = version, 0
+
+    def step_begins(self) -> None:
+        """The engine goes on with the set in use."""
+        if self._packed is not None:
+            with self._turn:
+                self._passes += 1
+                self._turn.notify()
 
     def exchange(self, version: object) -> bool:
-        """Put a version that lies ready into use; False if it does not (another one was packed since)."""
+        """Put a version that lies ready into use; False if it does not (a newer one took its place)."""
         with self._turn:
             if self._packed is not version:
                 return False
             self._packed = None
+            self._turn.notify()
             for layer, spare in self._layers:
                 ours, theirs = vars(layer), vars(spare)
                 for name in EXCHANGED:

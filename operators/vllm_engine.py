@@ -87,6 +87,8 @@ class VLLMEngine:
         self._internal[ident] = self._llm.add_request(ident, prompt, params)
 
     def step(self) -> list[Sampled]:
+        if self._spare is not None:
+            self._spare.step_begins()
         return [self._sampled(output) for output in self._llm.step() if output.finished]
 
     def _sampled(self, output) -> Sampled:

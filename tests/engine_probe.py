@@ -21,7 +21,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from operators.engine import EngineLoop, UpdateRule, prepared
 from operators.engine_frames import ACK, RESULT, unpack_result
-from operators.loader import Arrival, WeightFiles
+from operators.loader import Arrival, Loader, WeightFiles
 from operators.rollouts import Rollouts, tokenizer_digest
 from operators.vllm_engine import VLLMEngine
 from operators.weights import BadWeights, publish
@@ -57,6 +57,8 @@ class DirectLoader:
 
     def __init__(self, files: WeightFiles, engine: VLLMEngine):
         self._files, self._load, self._arrivals, self.torn_at, self.broken_at = files, prepared(self, engine), [], None, None
+        if engine._spare is not None:
+            engine._spare.WAIT_S = 0.0  # this thread is the one that would take what lies ready
 
     def load(self, event):
         weights, phases = self._files.load(event)
@@ -201,6 +203,18 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         probe.submit("5 + 6 =")
         probe.finish()
         probe.report(f"torn {k}")
+
+    probe = started()
+    spare.WAIT_S = 5.0
+    probe.loop._loader = Loader(prepared(WeightFiles(model_a, settings.dtype), engine), (BadWeights,), lambda: None)
+    for i in range(24):
+        probe.submit(f"{i} + {i * 37} = " + "1" * (i % 7))
+    exchanged.clear()
+    while len(probe.rollouts) < probe.count:
+        probe.offer(event(next(other)))
+        probe.turns(1)
+    probe.report("in a thread")
+    print(json.dumps({"name": "exchanged in a thread", "values": exchanged}), flush=True)
 
     probe = started()
     good = event(b)

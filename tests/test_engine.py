@@ -930,6 +930,20 @@ def test_labels_are_exact_under_an_update_every_five_tokens(probe, how):
         assert sampled_logprobs(r) == pytest.approx(expected(r, by_version), abs=1e-4)
 
 
+def test_labels_are_exact_though_a_version_is_offered_every_step_and_packed_meanwhile(probe):
+    found, models, _ = probe
+    rollouts, acks = found["in a thread"]
+    assert len(acks) >= 6 and {a.status for a in acks} == {"applied"}, "versions that come faster than they are packed do not keep each other off"
+    assert [a.version for a in acks] == sorted({a.version for a in acks})
+    exchanged = found["exchanged in a thread"]["values"]
+    assert exchanged.count(True) >= 0.8 * len(exchanged), "hardly one is written in place"
+    first = found["often"][1][0].digest  # of the first model's bytes
+    by_version = {a.version: models[a.digest != first] for a in acks}
+    assert sum(len(r.version_spans) >= 2 for r in rollouts) >= 6, "else nothing was tested"
+    for r in rollouts:
+        assert sampled_logprobs(r) == pytest.approx(expected(r, by_version), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["by tokens", "by chunks"])
 def test_updates_come_by_tokens_in_the_real_engine(probe, name):
     found, _, _ = probe
