@@ -26,7 +26,7 @@ from operators.rollouts import Rollouts, tokenizer_digest
 from operators.vllm_engine import VLLMEngine
 from operators.weights import BadWeights, publish
 from schemas.record import decode, encode
-from schemas.records import Dispatch, Rollout, Weights, now
+from schemas.records import Ack, Dispatch, Rollout, Weights, now
 from schemas.settings import GenerationSettings, ModelSettings
 from tests.engine_settings import SETTINGS
 from tests.records import prompt
@@ -211,8 +211,11 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         probe.submit(f"{i} + {i * 37} = " + "1" * (i % 7))
     exchanged.clear()
     while len(probe.rollouts) < probe.count:
-        probe.offer(event(next(other)))
+        last = event(next(other))
+        probe.offer(last)
         probe.turns(1)
+    while decode(Ack, probe.acks[-1])[0].version < last.version:
+        probe.turns(1)  # until the thread has nothing left to pack: the set is one loader's
     probe.report("in a thread")
     print(json.dumps({"name": "exchanged in a thread", "values": exchanged}), flush=True)
 

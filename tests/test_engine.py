@@ -846,6 +846,7 @@ def probe(request, tmp_path_factory):
     models = [make_tiny_model(folder / name, seed, tied=request.param == "tied") for seed, name in enumerate("ab")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine_probe", *map(str, models), str(folder / "weights")], cwd=ROOT, capture_output=True, text=True,
+        timeout=300,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_COMPILE_DISABLE": "1",
                           "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert done.returncode == 0, done.stderr[-3000:]
