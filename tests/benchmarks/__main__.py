@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-NAMES = ("generation", "training", "latency", "weight_sync", "weight_update", "kv_modes", "kv_compression", "precision", "time_to_reward", "trl")
+NAMES = ("generation", "training", "latency", "weight_sync", "weight_update", "kv_compression", "precision", "time_to_reward", "trl")
 
 
 def main() -> int:
