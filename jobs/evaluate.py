@@ -53,7 +53,7 @@ def evaluate(settings: Settings, prompts: Sequence[Prompt], *, samples: int = 1,
     os.environ.update(engine_env(settings, 0))
     from operators.vllm_engine import VLLMEngine  # importing vLLM takes seconds
 
-    g = settings.generation
+    g = settings.generation.model_copy(update={"spare_weights": False})  # they never change here
     engine = VLLMEngine(g, settings.model, seed=settings.run.seed)
     made = _made_by(Path(settings.model.path))
     name = label(0, made.get("version", 0))
