@@ -67,6 +67,8 @@ class Staged:
         """Give the bytes their name and return the event that says so."""
         uri = f"{self.folder.rstrip('/')}/epoch-{epoch:04d}-version-{version:08d}{SUFFIX[self.encoding]}"
         if self.folder == SHARED_MEMORY:
+            if (before := _in_memory.get((epoch, version))) is not None:
+                _remove(before)  # as a rename would; who has it open keeps it
             uri = _in_memory[epoch, version] = self.path
         elif "://" in uri:
             fs, remote = _remote(uri)
@@ -152,9 +154,8 @@ def _writing(folder: str) -> Iterator[tuple[str, Callable[[bytes | memoryview], 
                     pass
 
             yield path, put
-            if folder != SHARED_MEMORY:
-                os.fsync(file.fileno())
-                os.chmod(path, 0o644)  # generators may run as someone else
+            os.fsync(file.fileno())
+        os.chmod(path, 0o644)  # generators may run as someone else
     except BaseException:
         _remove(path)
         raise
