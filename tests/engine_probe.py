@@ -179,30 +179,20 @@ def main(model_a: str, model_b: str, folder: str) -> None:
     print(json.dumps({"name": "exchanged", "values": exchanged}), flush=True)
 
     layout = list(WeightFiles(model_a, SETTINGS.dtype)._expected)
-    for k in (0, 1, len(layout) // 2, len(layout) - 1):
+    for k, how in itertools.product((0, 1, len(layout) // 2, len(layout) - 1), ("torn", "broken")):
         probe = started()
         probe.submit("5 + 6 =")
         probe.turns(5)
-        probe.loader.broken_at = k
+        setattr(probe.loader, f"{how}_at", k)
         probe.offer(event(b))
         probe.finish()
         probe.submit("5 + 6 =")
         probe.finish()
-        probe.loader.broken_at = None
+        setattr(probe.loader, f"{how}_at", None)
         probe.offer(event(b))
         probe.submit("5 + 6 =")
         probe.finish()
-        probe.report(f"broken {k}")
-        probe = started()
-        probe.loader.torn_at = k
-        probe.offer(event(b))
-        probe.submit("5 + 6 =")
-        probe.finish()
-        probe.loader.torn_at = None
-        probe.offer(event(b))
-        probe.submit("5 + 6 =")
-        probe.finish()
-        probe.report(f"torn {k}")
+        probe.report(f"{how} {k}")
 
     probe = started()
     spare.WAIT_S = 5.0

@@ -167,16 +167,20 @@ class GenerateJob:
         return time.time()
 
     def applied(self, version: int) -> Ack:
-        """Wait until the engine has acknowledged a version."""
-        seen = 0
+        """Wait until every engine has acknowledged a version; the last one's ack."""
         while True:
-            self.acks.wait(seen + 1, START_S, self.check)
-            (ack,) = decode(Ack, self.acks.arrivals[seen].value)
-            if ack.status != "applied":
-                raise RuntimeError(f"version {ack.version} was not applied: {ack.cause}")
-            if ack.version == version:
-                return ack
-            seen += 1
+            acks = self.acknowledged()
+            by_engine = {a.generator_id: a for a in acks if a.version == version}
+            if len(by_engine) == self.settings.generation.engines:
+                return list(by_engine.values())[-1]
+            self.acks.wait(len(acks) + 1, START_S, self.check)
+
+    def acknowledged(self) -> list[Ack]:
+        """The acks so far. Raises with the cause if a version was not applied."""
+        acks = [decode(Ack, a.value)[0] for a in self.acks.arrivals]
+        if failed := [a for a in acks if a.status != "applied"]:
+            raise RuntimeError(f"version {failed[0].version} was not applied: {failed[0].cause}")
+        return acks
 
     def check(self) -> None:
         """Raises with the job's cause if it has failed once; asked at most every two seconds."""

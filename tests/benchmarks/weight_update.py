@@ -1,10 +1,10 @@
 """weight_update: what an update costs generation, and where its time goes.
 
 The generate job, the tiny model and SmolLM2-135M: one engine under load, and four engines that have nothing to generate, since four busy ones
-would measure how two cores are shared. Versions are offered one after the other, and each ack says
-how long its parts took: heard, fetched, checked and decoded, packed (all while generation goes on), waited for the step's end, applied (the only
-part for which generation stands still). Beside it what the last part takes without a second set of weights (`generation.spare_weights = false`),
-and what it takes to copy a version's bytes once.
+would measure how two cores are shared. Versions are offered one after the other, and each ack says how long its parts took: heard, fetched,
+checked and decoded, packed (all while generation goes on), waited for the step's end, applied (the only part for which generation stands still).
+Beside it what the last part takes without a second set of weights (`generation.spare_weights = false`), and what it takes to copy a version's
+bytes once.
 
 `value`: tokens/s of SmolLM2-135M on one engine, with a version every `EVERY_S` ÷ without, in windows that take turns. The benchmark writes and
 hashes the versions on the same cores, as a trainer would.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.record import decode
-from schemas.records import Ack, Rollout
+from schemas.records import Rollout
 from tests.benchmarks.common import Measure, machine, mean, quantile, ratio, report
 from tests.benchmarks.generate_job import START_S, GenerateJob, local_stack
 from tests.benchmarks.latency import PHASES, Sequencer
@@ -99,7 +99,7 @@ class Loaded:
             undo.callback(self._sequencer.close)
             self.job = undo.enter_context(GenerateJob(stack, settings, self._sequencer.notice))
             print(f"{case.name}: starting the job ...", flush=True)
-            self.held(0)
+            self.job.applied(0)
             if case.prompts is not None:
                 self.job.rollouts.wait(2 * case.engines * case.batch, START_S, self.job.check)
             self._undo = undo.pop_all()
@@ -110,29 +110,14 @@ class Loaded:
     def __exit__(self, *_) -> None:
         self._undo.close()
 
-    def acks(self, version: int | None = None) -> list[Ack]:
-        found = [decode(Ack, a.value)[0] for a in self.job.acks.arrivals]
-        if failed := [a for a in found if a.status != "applied"]:
-            raise RuntimeError(f"version {failed[0].version} was not applied: {failed[0].cause}")
-        return [a for a in found if version in (None, a.version)]
-
-    def held(self, version: int) -> None:
-        """Wait until every engine holds the version, or a newer one."""
-        end = time.monotonic() + START_S
-        while len({a.generator_id for a in self.acks() if a.version >= version}) < self.case.engines:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{self.case.name}: version {version} is not held by every engine within {START_S:g} s")
-            self.job.check()
-            time.sleep(0.05)
-
     def timelines(self, versions: int) -> dict[str, list[float]]:
         """{phase: milliseconds} of so many versions on each engine."""
         draw, first = random.Random(0), self.job.event.version + 1
         for _ in range(versions):
             time.sleep(self.case.pause_s * (0.75 + 0.5 * draw.random()))  # not in step with the operators' ticks
             self.job.publish()
-            self.held(self.job.event.version)
-        phases = [dict(a.phases_ms) for a in self.acks() if a.version >= first]
+            self.job.applied(self.job.event.version)
+        phases = [dict(a.phases_ms) for a in self.job.acknowledged() if a.version >= first]
         return {name: [p[name] for p in phases] for name in PHASES}
 
     def windows(self, rounds: int) -> dict[str, list[float]]:
