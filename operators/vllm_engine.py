@@ -40,6 +40,9 @@ class VLLMEngine:
         if settings.device != "auto" and (settings.device == "cuda") != cuda:
             raise ValueError(f"generation.device is {settings.device!r}, but this vLLM runs on {current_platform.device_name}: "
                              "install the dependency group cpu or gpu accordingly, or set generation.device = auto")
+        if settings.kv_cache_dtype == "fp8" and not (cuda or torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+            raise ValueError("generation.kv_cache_dtype is fp8, but vLLM keeps such a cache only on GPUs and on CPUs with AVX-512 or AMX, "
+                             "and this CPU has neither: set it to model")
         memory: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization} if cuda else {
             "kv_cache_memory_bytes": settings.kv_cache_mb << 20}
         self._llm = LLMEngine.from_engine_args(EngineArgs(

@@ -96,7 +96,7 @@ class GenerationSettings(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """dtype of the engine's weights and of the published ones."""
     kv_cache_dtype: Literal["model", "fp8"] = "model"
-    """fp8 halves the KV cache, at the price of a mismatch with the trainer (`mismatch/kl`)."""
+    """fp8 halves the KV cache, at the price of a mismatch with the trainer (`mismatch/kl`); a CPU needs AVX-512 or AMX for it."""
     kv_cache_mb: Positive = 256
     """Memory of the KV cache on a CPU, in MiB a engine; on a GPU `gpu_memory_utilization` decides."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from unittest import mock
 
 import torch
 
@@ -234,7 +235,11 @@ def main(model_a: str, model_b: str, folder: str) -> None:
 
     for name, changes, head in (("head in float32", {}, "float32"), ("cache in fp8", {"kv_cache_dtype": "fp8"}, "model")):
         settings = SETTINGS.model_copy(update={"dtype": "bfloat16", **changes})
-        engine = VLLMEngine(settings, ModelSettings(path=model_a, head_dtype=head))
+        try:
+            engine = VLLMEngine(settings, ModelSettings(path=model_a, head_dtype=head))
+        except ValueError as e:
+            print(json.dumps({"name": name, "refused": str(e)}), flush=True)
+            continue
         probe = started()
         for i in range(12):
             probe.submit(f"{i} + {i * 37} = ")
@@ -245,6 +250,12 @@ def main(model_a: str, model_b: str, folder: str) -> None:
         if head == "float32":
             (logits,) = engine._llm.collective_rpc(lambda worker: worker.get_model().compute_logits(torch.ones(1, 64, dtype=torch.bfloat16)))
             print(json.dumps({"name": "logits of ones", "dtype": str(logits.dtype), "values": logits[0].tolist()}), flush=True)
+
+    with mock.patch.multiple(torch.cpu, _is_avx512_supported=lambda: False, _is_amx_tile_supported=lambda: False):
+        try:
+            VLLMEngine(settings, ModelSettings(path=model_a))
+        except ValueError as e:
+            print(json.dumps({"name": "cache in fp8, older CPU", "refused": str(e)}), flush=True)
 
 
 if __name__ == "__main__":
